@@ -32,7 +32,8 @@ def library() -> Iterator[tuple[str, str]]:
     """(id, text) of every top-level definition of MODULES, with the comments that stand before it."""
     for module in MODULES:
         spec = importlib.util.find_spec(module)
-        assert spec is not None and spec.origin is not None
+        if spec is None or spec.origin is None:
+            raise RuntimeError(f"this Python has no source file for its module {module}")
         source = Path(spec.origin).read_text(encoding="utf-8")
         lines = source.splitlines(keepends=True)
         begin = 0
