@@ -1,0 +1,299 @@
+"""Fused method: hidden states and head weight in, loss and gradients out, one chunk of logits alive at a time.
+
+For each chunk of rows: logits = hidden @ head^T; the row kernel turns them into their gradient in place;
+grad_hidden = G @ head; grad_head += G^T @ hidden. Everything happens in the forward pass, so there are three
+products where recomputing needs four or five, and backward only multiplies by the incoming scalar.
+
+Cost: 6 N d V FLOP; extra memory chunk * V * bytes + V * d * (4 + bytes) + N * d * bytes at the worst moment.
+
+It is one custom operator, so torch.compile sees one node, and nothing in it waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.losses import torch_row
+from trainer.losses.forward_chunked import forward_chunked_loss
+from trainer.losses.grad_scale import scaled, scaled_in_place
+from trainer.losses.options import LossOptions
+from trainer.losses.products import accumulator_dtype, weight_grad
+from trainer.losses.rows import TeacherRows
+
+# fp16 cannot hold dloss/dlogits of a mean over many rows; the kernel works on this multiple of the sum's gradient.
+FP16_SCALE = 1024.0
+
+
+def _row_kernel(logits: Tensor, topk: int) -> Callable[..., Tensor]:
+    """The Triton kernel on CUDA (or under its interpreter), else torch."""
+    if logits.dtype != torch.float64 and (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        from trainer.losses import triton_row
+
+        if topk <= triton_row.MAX_K:
+            return triton_row.loss_and_grad_in_place
+    return torch_row.loss_and_grad_in_place
+
+
+def _padded_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
+    """[rows, vocab] with rows aligned to 128 bytes: cuBLAS falls to slow kernels for odd leading dimensions."""
+    unit = max(1, 128 // like.element_size())
+    return like.new_empty(rows, (vocab + unit - 1) // unit * unit)[:, :vocab]
+
+
+@torch.library.custom_op("teachercache::fused_kl", mutates_args=())
+def fused_kl(
+    hidden: Tensor,
+    head_weight: Tensor,
+    bias: Tensor | None,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    tail_logprob: Tensor,
+    labels: Tensor | None,
+    row_scale: Tensor,
+    loss_scale: Tensor,
+    main_grad: Tensor | None,
+    tail: str,
+    divergence: str,
+    jsd_beta: float,
+    temperature: float,
+    ce_weight: float,
+    z_loss: float,
+    softcap: float | None,
+    vocab_size: int,
+    chunk_size: int,
+    has_invalid: bool,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss (sum over rows times loss_scale) and the gradients of its rows scaled by row_scale.
+
+    Returns loss [], grad_hidden [N, d], grad_weight [V, d], grad_bias [V]; what is not needed is empty.
+    grad_weight is float32 for fp16 heads and where main_grad is given, else in the head's dtype.
+    `main_grad` is only carried to the backward pass; `recompute` asks for no gradients now.
+    """
+    options = LossOptions(tail, divergence, jsd_beta, temperature, ce_weight, z_loss, softcap)
+    n, d = hidden.shape
+    acc_dtype = accumulator_dtype(hidden.dtype)
+    need_hidden, need_weight, need_bias = (x and not recompute for x in (need_hidden, need_weight, need_bias))
+    write_grad = need_hidden or need_weight or need_bias
+    weight_out = _weight_grad_dtype(head_weight, main_grad)
+    head = head_weight[:vocab_size]
+    head_t = head.t()
+    head_bias = None if bias is None else bias[:vocab_size]
+    starts = range(0, n, chunk_size)
+
+    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    grad_bias = bias.new_zeros(bias.shape, dtype=acc_dtype) if need_bias and bias is not None else hidden.new_empty(0)
+    grad_weight = hidden.new_empty(0)
+    if need_weight:
+        # One chunk: the product itself sums in float32 and rounds once.
+        grad_dtype = weight_out if len(starts) <= 1 else acc_dtype
+        grad_weight = head_weight.new_empty(head_weight.shape, dtype=grad_dtype)
+        grad_weight[vocab_size:].zero_()
+        if n == 0:
+            grad_weight.zero_()
+
+    logits = _padded_buffer(min(chunk_size, n), vocab_size, hidden)
+    kernel = _row_kernel(logits, topk_ids.shape[1])
+    losses = []
+    for start in starts:
+        part = slice(start, min(start + chunk_size, n))
+        h = hidden[part]
+        if has_invalid:  # the hidden state of a padding position may be NaN, and 0 * NaN would reach the head
+            h = h.masked_fill((row_scale[part] == 0)[:, None], 0.0)
+        chunk = logits[: h.shape[0]]
+        torch.mm(h, head_t, out=chunk)
+        losses.append(
+            kernel(
+                chunk,
+                head_bias,
+                topk_ids[part],
+                topk_logprobs[part],
+                tail_logprob[part],
+                None if labels is None else labels[part],
+                row_scale[part],
+                options,
+                write_grad,
+            )
+        )
+        if need_hidden:
+            torch.mm(chunk, head, out=grad_hidden[part])
+        if need_weight:
+            weight_grad(chunk, h, grad_weight[:vocab_size], accumulate=start > 0)
+        if need_bias:
+            grad_bias[:vocab_size] += chunk.sum(dim=0, dtype=acc_dtype)
+    del logits
+    if need_weight and grad_weight.dtype != weight_out:
+        grad_weight = grad_weight.to(weight_out)
+    loss = torch.cat(losses).sum() * loss_scale if losses else loss_scale * 0.0
+    return loss, grad_hidden, grad_weight, grad_bias
+
+
+def _weight_grad_dtype(head_weight: Tensor, main_grad: Tensor | None) -> torch.dtype:
+    keep = main_grad is not None or head_weight.dtype == torch.float16
+    return accumulator_dtype(head_weight.dtype) if keep else head_weight.dtype
+
+
+@fused_kl.register_fake
+def _(hidden, head_weight, bias, *args):  # type: ignore[no-untyped-def]
+    main_grad = args[6]
+    need_hidden, need_weight, need_bias, recompute = args[-4:]
+    acc_dtype = accumulator_dtype(hidden.dtype)
+    empty = hidden.new_empty(0)
+    weight_dtype = _weight_grad_dtype(head_weight, main_grad)
+    return (
+        hidden.new_empty((), dtype=acc_dtype),
+        torch.empty_like(hidden) if need_hidden and not recompute else empty,
+        head_weight.new_empty(head_weight.shape, dtype=weight_dtype) if need_weight and not recompute else empty,
+        bias.new_empty(bias.shape, dtype=acc_dtype) if need_bias and not recompute else hidden.new_empty(0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    (hidden, head_weight, bias, ids, logprobs, tail, labels, row_scale, loss_scale, main_grad, *settings) = inputs
+    ctx.settings = settings
+    ctx.recompute = settings[-1]
+    ctx.dtype = head_weight.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.main_grad = main_grad
+    ctx.handed_out = False
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    if ctx.recompute:
+        ctx.save_for_backward(hidden, head_weight, bias, ids, logprobs, tail, labels, row_scale, loss_scale)
+    else:
+        # Not the hidden states: nobody else may need them any more.
+        ctx.save_for_backward(loss_scale, *output[1:])
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    unused = (None,) * (7 + len(ctx.settings))  # one per input that has no gradient
+    if grad_loss is None:
+        return (None, None, None, *unused)
+    compiling = torch.compiler.is_compiling()
+    need_hidden, need_weight, need_bias = ctx.settings[-4:-1]
+    if torch.is_grad_enabled() and not compiling:
+        if not ctx.recompute:
+            raise RuntimeError(
+                "the fused loss formed its gradients in the forward pass and cannot be differentiated twice; "
+                "pass recompute=True to kl_loss"
+            )
+        return (*_differentiable_grads(ctx, grad_loss), *unused)
+    if ctx.recompute:
+        *tensors, loss_scale = ctx.saved_tensors
+        _, *grads = fused_kl(*tensors, loss_scale, ctx.main_grad, *ctx.settings[:-1], False)
+    else:
+        if ctx.handed_out:
+            raise RuntimeError(
+                "the fused loss scales its gradients in place and can go backward once; "
+                "pass recompute=True to kl_loss to go backward again"
+            )
+        ctx.handed_out = True
+        loss_scale, *grads = ctx.saved_tensors
+    grad_hidden, grad_weight, grad_bias = grads
+    factor = grad_loss.to(loss_scale.dtype)
+    if ctx.dtype == torch.float16:
+        factor = factor * loss_scale / FP16_SCALE
+    scale = scaled if compiling else scaled_in_place
+    out_hidden = scale(grad_hidden, factor, ctx.dtype) if need_hidden else None
+    out_bias = scale(grad_bias, factor, ctx.bias_dtype) if need_bias else None
+    out_weight = None
+    if need_weight and ctx.main_grad is not None:
+        ctx.main_grad.data.addcmul_(grad_weight, factor.to(grad_weight.dtype))
+    elif need_weight:
+        out_weight = scale(grad_weight, factor, ctx.dtype)
+    return (out_hidden, out_weight, out_bias, *unused)
+
+
+def _differentiable_grads(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    """The backward pass as a function that can itself be differentiated: plain autograd over recomputed logits."""
+    hidden, head_weight, bias, ids, logprobs, tail, labels, row_scale, loss_scale = ctx.saved_tensors
+    *option_values, vocab_size, chunk_size, has_invalid, need_hidden, need_weight, need_bias, _ = ctx.settings
+    alive = row_scale != 0
+    with torch.enable_grad():
+        loss = forward_chunked_loss(
+            hidden.masked_fill(~alive[:, None], 0.0) if has_invalid else hidden,
+            head_weight[:vocab_size],
+            None if bias is None else bias[:vocab_size],
+            ids,
+            logprobs,
+            tail,
+            labels,
+            alive,
+            loss_scale,
+            LossOptions(*option_values),
+            chunk_size,
+        )
+    needed = (need_hidden, need_weight, need_bias)
+    wanted = [x for x, need in zip((hidden, head_weight, bias), needed, strict=True) if need]
+    found = iter(torch.autograd.grad(loss, wanted, grad_loss, create_graph=True))
+    return tuple(next(found) if need else None for need in needed)
+
+
+fused_kl.register_autograd(_backward, setup_context=_setup_context)
+
+
+def fused_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    bias: Tensor | None,
+    rows: TeacherRows,
+    labels: Tensor | None,
+    loss_scale: Tensor,
+    options: LossOptions,
+    vocab_size: int,
+    chunk_size: int,
+    recompute: bool,
+) -> Tensor:
+    """The operator with its bookkeeping: which gradients are wanted, what each row counts, a float32 main_grad."""
+    grad_enabled = torch.is_grad_enabled()
+    need_weight = grad_enabled and head_weight.requires_grad
+    main_grad = getattr(head_weight, "main_grad", None) if need_weight else None
+    if main_grad is not None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "head_weight.main_grad is written by the backward pass, which torch.compile would lose: "
+                "call kl_loss outside the compiled region"
+            )
+        if main_grad.shape != head_weight.shape or main_grad.dtype != accumulator_dtype(head_weight.dtype):
+            raise ValueError(
+                f"head_weight.main_grad must be {accumulator_dtype(head_weight.dtype)} "
+                f"{tuple(head_weight.shape)}, found {main_grad.dtype} {tuple(main_grad.shape)}"
+            )
+    # bf16 and float32 hold the mean's gradient; fp16 would flush it to zero (see FP16_SCALE).
+    scale = torch.full_like(loss_scale, FP16_SCALE) if hidden.dtype == torch.float16 else loss_scale
+    row_scale = scale.expand(len(rows)) if rows.valid is None else rows.valid * scale
+    loss, *_ = fused_kl(
+        hidden,
+        head_weight,
+        bias,
+        rows.topk_ids,
+        rows.topk_logprobs,
+        rows.tail_logprob,
+        labels,
+        row_scale.contiguous(),
+        loss_scale,
+        main_grad,
+        options.tail,
+        options.divergence,
+        options.jsd_beta,
+        options.temperature,
+        options.ce_weight,
+        options.z_loss,
+        options.softcap,
+        vocab_size,
+        chunk_size,
+        rows.valid is not None,
+        grad_enabled and hidden.requires_grad,
+        need_weight,
+        grad_enabled and bias is not None and bias.requires_grad,
+        recompute,
+    )
+    return loss

@@ -1,0 +1,35 @@
+"""The three matrix products of the fused loss, with the head's gradient accumulated in at least float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def weight_grad(grad_logits: Tensor, hidden: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out [V, d] (+)= grad_logits [n, V]^T @ hidden [n, d], summed in `out`'s dtype.
+
+    CUDA multiplies bf16 and fp16 operands into a float32 `out` directly; the CPU converts the operands.
+    """
+    left = grad_logits.t()
+    if out.dtype == grad_logits.dtype:
+        if accumulate:
+            out.addmm_(left, hidden)
+        else:
+            torch.mm(left, hidden, out=out)
+    elif out.is_cuda:
+        if accumulate:
+            torch.addmm(out, left, hidden, out_dtype=out.dtype, out=out)  # type: ignore[call-overload]
+        else:
+            torch.mm(left, hidden, out_dtype=out.dtype, out=out)  # type: ignore[call-overload]
+    else:
+        left, hidden = left.to(out.dtype), hidden.to(out.dtype)
+        if accumulate:
+            out.addmm_(left, hidden)
+        else:
+            torch.mm(left, hidden, out=out)

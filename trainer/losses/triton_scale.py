@@ -1,0 +1,26 @@
+"""x *= factor for a scalar on the device, skipped on the device when the factor is one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < numel
+        x = tl.load(x_ptr + offsets, mask=mask)
+        tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=mask)
+
+
+def scale_unless_one(x: Tensor, factor: Tensor) -> None:
+    """Multiply contiguous x by float32 factor [] in place, in float32."""
+    block = 16384
+    grid = (triton.cdiv(x.numel(), block),)
+    if x.numel():
+        _scale_kernel[grid](x, factor.to(torch.float32), x.numel(), BLOCK=block, num_warps=8)
