@@ -1,0 +1,123 @@
+"""Cache: a published cache, opened at one manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from teachercache import layout
+from teachercache.datafile import RECORD_FIELDS, DataFile
+from teachercache.document import read_sealed
+from teachercache.errors import MissingObject, NotACache, UsageError
+from teachercache.manifest import Manifest, ManifestFile, load_manifest, manifest_numbers
+from teachercache.record import Record
+from teachercache.spec import CacheSpec
+from teachercache.store import Store
+from teachercache.tokenizer import download_tokenizer
+
+if TYPE_CHECKING:
+    from teachercache.stream import RecordStream
+
+
+def open(
+    url: str | os.PathLike[str], manifest: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> Cache:
+    """A cache, pinned to its newest manifest unless a number is given. NotACache where nothing was published."""
+    store = Store.open(url, storage_options)
+    spec = load_spec(store)
+    numbers = manifest_numbers(store)
+    if not numbers:
+        raise NotACache(
+            f"{store.url} has no manifest yet; expected a published cache: wait for its job, or publish it."
+        )
+    number = numbers[-1] if manifest is None else manifest
+    if number not in numbers:
+        raise NotACache(f"{store.url} has no manifest {number}; it has {numbers[0]} to {numbers[-1]}.")
+    return Cache(store, spec, load_manifest(store, number, spec.digest))
+
+
+def load_spec(store: Store) -> CacheSpec:
+    """The identity of the cache at a store's root; NotACache where there is none."""
+    try:
+        return read_sealed(store, CacheSpec, layout.SPEC)
+    except MissingObject as error:
+        raise NotACache(f"{store.url} is not a teacher cache: it has no {layout.SPEC}; check the URL.") from error
+
+
+class Cache:
+    """One manifest of one cache. Reads only files that the manifest names."""
+
+    def __init__(self, store: Store, spec: CacheSpec, manifest: Manifest) -> None:
+        self.store = store
+        self.spec = spec
+        self.manifest = manifest
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    @property
+    def splits(self) -> list[str]:
+        return sorted({f.split for f in self.manifest.files})
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted({f.source for f in self.manifest.files})
+
+    def files(self, split: str | None = None, source: str | None = None) -> list[ManifestFile]:
+        """Entries of the manifest, sorted by path; UsageError names what there is where nothing matches."""
+        found = [f for f in self.manifest.files if split in (None, f.split) and source in (None, f.source)]
+        if not found and (split is not None or source is not None):
+            raise UsageError(
+                f"{self.url} has no records of split {split!r}, source {source!r}; its splits are {', '.join(self.splits) or 'none'}, "
+                f"its sources {', '.join(self.sources) or 'none'}."
+            )
+        return found
+
+    def file_url(self, entry: ManifestFile) -> str:
+        """The full URL of a data file, as DuckDB, Polars or Spark take it."""
+        return f"{self.url}/{entry.path}"
+
+    def tokenizer_path(self) -> Path:
+        """A local folder with the teacher's tokenizer files, downloaded once."""
+        return download_tokenizer(self.store, self.spec.tokenizer)
+
+    def open_file(self, entry: ManifestFile) -> DataFile:
+        return DataFile(self.store, entry, self.spec)
+
+    def records(
+        self,
+        split: str | None = None,
+        source: str | None = None,
+        columns: Collection[str] | None = None,
+        limit: int | None = None,
+    ) -> Iterator[Record]:
+        """Records in the manifest's order. `columns` are Record fields; those left out come back as None.
+
+        One row group is read ahead in another thread. Memory: about two row groups (30 MB).
+        """
+        wanted = None if columns is None else set(columns)
+        if wanted is not None and (unknown := wanted - set(RECORD_FIELDS)):
+            raise UsageError(f"unknown columns {sorted(unknown)}; a record has {', '.join(RECORD_FIELDS)}.")
+        left = float("inf") if limit is None else limit
+        with ThreadPoolExecutor(1) as ahead:
+            for entry in self.files(split, source):
+                with self.open_file(entry) as file:
+                    waiting = None
+                    for i in range(file.num_groups):
+                        block = file.read_group(i, wanted) if waiting is None else waiting.result()
+                        waiting = ahead.submit(file.read_group, i + 1, wanted) if i + 1 < file.num_groups else None
+                        for j in range(len(block)):
+                            if left <= 0:
+                                return
+                            left -= 1
+                            yield block.record(j)
+
+    def stream(self, split: str = "train", seed: int = 0, **options: Any) -> RecordStream:
+        """An endless, shuffled, prefetching stream that resumes exactly; see `teachercache.stream.RecordStream`."""
+        from teachercache.stream import RecordStream
+
+        return RecordStream(self, split=split, seed=seed, **options)

@@ -1,0 +1,93 @@
+"""Identity: who the teacher is. Two caches are the same cache exactly when their specs are equal.
+
+`spec.json` is this model as JSON. What may change without changing a row (engine version, batch settings, hardware)
+is provenance and stands in each commit instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT_VERSION = 1
+HexDigest = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string of a JSON value: sorted keys, no blanks, UTF-8, NaN refused. Digests are taken of this."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def json_digest(value: Any) -> str:
+    """sha256 hex of `canonical_json`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+class Strict(BaseModel):
+    """Frozen, and an unknown key is an error."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+
+
+class TeacherSpec(Strict):
+    """The teacher's weights and everything about their execution that moves a log-probability on purpose."""
+
+    name: str
+    revision: str = ""
+    weights_digest: str = HexDigest
+    config_digest: str = HexDigest
+    adapter: str | None = None
+    dtype: str
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    engine: str
+    head_dtype: str
+    rope_scaling: dict[str, Any] | None = None
+    overrides: dict[str, Any] = {}
+
+
+class TokenizerSpec(Strict):
+    """The tokenizer: a student must have the same one."""
+
+    digest: str = HexDigest
+    vocab_size: int = Field(gt=0, le=2**24, description="largest id of the tokenizer, added tokens included, plus one")
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    special_ids: tuple[int, ...] = ()
+    chat_template_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+
+class CacheSpec(Strict):
+    """`spec.json`."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    teacher: TeacherSpec
+    tokenizer: TokenizerSpec
+    top_k: int = Field(default=100, gt=0, le=4096)
+
+    @property
+    def digest(self) -> str:
+        """sha256 hex of the canonical JSON; every commit and manifest carries it."""
+        return json_digest(self.model_dump(mode="json"))
+
+    def differences(self, other: CacheSpec) -> list[tuple[str, Any, Any]]:
+        """(dotted field, ours, theirs) of every leaf in which the two specs differ."""
+        ours, theirs = _leaves(self.model_dump(mode="json")), _leaves(other.model_dump(mode="json"))
+        absent = None
+        return [
+            (name, ours.get(name, absent), theirs.get(name, absent))
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name, absent) != theirs.get(name, absent)
+        ]
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        k: v for name, item in value.items() for k, v in _leaves(item, f"{prefix}.{name}" if prefix else name).items()
+    }

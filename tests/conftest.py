@@ -1,0 +1,62 @@
+"""Fixtures for all packages: S3 servers that live for the session, and a fresh bucket for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.servers import Server, serve
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """`s3_server("moto" | "localbucket" | "nanio" | "rclone")`: started at first use, stopped after the session."""
+    with ExitStack() as stack:
+        running: dict[str, Server] = {}
+
+        def get(kind: str) -> Server:
+            if kind not in running:
+                running[kind] = stack.enter_context(serve(kind, tmp_path_factory.mktemp("s3") / kind))
+            return running[kind]
+
+        yield get
+
+
+def _use(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    return server.new_bucket()
+
+
+@pytest.fixture()
+def s3_url(s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a fresh bucket on moto, with AWS_* set for this process and its children."""
+    return _use(s3_server("moto"), monkeypatch)
+
+
+@pytest.fixture(params=["moto", "localbucket", "nanio"])
+def any_s3_url(
+    request: pytest.FixtureRequest, s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """URL of a fresh bucket on each S3 server that honours conditional writes, one after the other."""
+    return _use(s3_server(request.param), monkeypatch)
+
+
+@pytest.fixture(params=["file", "moto", "localbucket"])
+def any_url(
+    request: pytest.FixtureRequest, s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> str:
+    """A fresh cache URL on local disk and on two independent S3 servers."""
+    if request.param == "file":
+        return str(tmp_path / "cache")
+    return _use(s3_server(request.param), monkeypatch) + "/team/cache"
+
+
+@pytest.fixture()
+def unsafe_s3_url(s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a fresh bucket on rclone's `serve s3`, which ignores If-None-Match."""
+    return _use(s3_server("rclone"), monkeypatch)
