@@ -39,6 +39,7 @@ class FileEntry(Strict):
     documents: int = Field(ge=0, le=2**31, description="distinct doc_id")
     tokens: int = Field(ge=0, le=2**40)
     rows: int = Field(ge=0, le=2**40)
+    row_groups: int = Field(ge=0, le=2**24, description="Parquet row groups; a stream plans from it without any footer")
 
 
 class FileBuilder:
@@ -55,7 +56,7 @@ class FileBuilder:
         self._writer: pq.ParquetWriter | None = None
         self._documents: set[str] = set()
         self._windows: set[tuple[str, int]] = set()
-        self._records = self._tokens = self._rows = 0
+        self._records = self._tokens = self._rows = self._groups = 0
 
     def add(self, record: Record) -> None:
         """Check and buffer a record; writes a row group when enough rows wait."""
@@ -88,7 +89,7 @@ class FileBuilder:
         return FileEntry(
             path=str(self.where), codec=self.where.codec, split=self.where.split, source=self.where.source,
             size=self.local.stat().st_size, sha256=sha256_file(self.local), records=self._records,
-            documents=len(self._documents), tokens=self._tokens, rows=self._rows,
+            documents=len(self._documents), tokens=self._tokens, rows=self._rows, row_groups=self._groups,
         )  # fmt: skip
 
     def abandon(self) -> None:
@@ -101,15 +102,15 @@ class FileBuilder:
             return
         types = {name: meta_type(kinds) for name, kinds in self._meta_kinds.items()}
         table = self._codec.encode(Block.from_records(self._pending), types)
-        if self._writer is not None and self._writer.schema.names != table.schema.names:
-            self._widen(types)
-        elif self._writer is not None and any(
-            self._writer.schema.field(META_PREFIX + name).type != kind for name, kind in types.items()
+        if (self._writer is not None and self._writer.schema.names != table.schema.names) or (
+            self._writer is not None
+            and any(self._writer.schema.field(META_PREFIX + name).type != kind for name, kind in types.items())
         ):
             self._widen(types)
         if self._writer is None:
             self._writer = self._open(self.local, table.schema)
         self._writer.write_table(table, row_group_size=len(table))
+        self._groups += 1
         self._pending, self._pending_rows = [], 0
 
     def _open(self, path: Path, schema: pa.Schema) -> pq.ParquetWriter:
@@ -159,17 +160,30 @@ class FileBuilder:
 class DataFile:
     """A committed file, opened for reading. Every claim of its entry that a footer can show is checked."""
 
-    def __init__(self, store: Store, entry: FileEntry, spec: CacheSpec) -> None:
+    def __init__(
+        self,
+        store: Store,
+        entry: FileEntry,
+        spec: CacheSpec,
+        *,
+        footer: pq.FileMetaData | None = None,
+        local: pa.NativeFile | None = None,
+    ) -> None:
+        """`footer` saves reading it again; `local` is a verified copy that is read instead of the object."""
         self.entry = entry
         self._codec = get_codec(entry.codec, spec.top_k, spec.tokenizer.vocab_size)
         try:
-            source = store.open_input(entry.path, size=entry.size)
+            source = store.open_input(entry.path, size=entry.size) if local is None else local
             if source.size() != entry.size:
                 raise CorruptFile(f"{entry.path} is {source.size():,} bytes long, its entry says {entry.size:,}.")
-            self._file = pq.ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
+            self._file = pq.ParquetFile(source, metadata=footer, pre_buffer=True, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise CorruptFile(f"{entry.path} is not readable as Parquet: {_first_line(error)}") from error
-        footer = self._file.metadata
+        if footer is None:
+            self._check_footer(spec)
+
+    def _check_footer(self, spec: CacheSpec) -> None:
+        entry, footer = self.entry, self._file.metadata
         named = {
             k.decode(): v.decode(errors="replace")
             for k, v in (footer.metadata or {}).items()
@@ -184,6 +198,10 @@ class DataFile:
         if (named.get("teachercache.shard_id"), named.get("teachercache.attempt")) != (where.shard_id, where.attempt):
             raise CorruptFile(
                 f"{entry.path} holds the data of shard {named.get('teachercache.shard_id')}: files were swapped."
+            )
+        if footer.num_row_groups != entry.row_groups:
+            raise CorruptFile(
+                f"{entry.path} holds {footer.num_row_groups} row groups, its entry says {entry.row_groups}."
             )
         if footer.num_rows != entry.records:
             raise CorruptFile(f"{entry.path} holds {footer.num_rows} records, its entry says {entry.records}.")

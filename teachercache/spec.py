@@ -64,7 +64,7 @@ class TokenizerSpec(Strict):
 class CacheSpec(Strict):
     """`spec.json`."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     teacher: TeacherSpec
     tokenizer: TokenizerSpec
     top_k: int = Field(default=100, gt=0, le=4096)

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -157,11 +157,13 @@ class Store:
             raise UsageError(
                 f"{path} is {size:,} bytes long, above the limit of {max_bytes:,}; it is not what it claims to be."
             )
-        return self._retry(path, lambda: bytes(self.fs.cat_file(self._full(path))))
+        return self._retry(path, lambda: _whole(self.fs.cat_file(self._full(path)), size))
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of an object; shorter only at its end."""
-        return self._retry(path, lambda: bytes(self.fs.cat_file(self._full(path), start=start, end=stop)))
+        """Bytes [start, stop) of an object that is at least that long; a short answer is asked for again."""
+        return self._retry(
+            path, lambda: _whole(self.fs.cat_file(self._full(path), start=start, end=stop), stop - start)
+        )
 
     def head(self, path: str) -> ObjectInfo:
         """Size and time of an object; MissingObject where there is none."""
@@ -238,7 +240,7 @@ class Store:
         except MissingObject as error:
             raise UsageError(f"the bucket s3://{bucket} does not exist; create it or correct the URL.") from error
 
-    def _probe_create(self, path: str, racers: list[bytes], late: list[bytes]) -> None:
+    def _probe_create(self, path: str, racers: Sequence[bytes], late: Sequence[bytes]) -> None:
         def won(data: bytes) -> bool:
             for attempt in range(TRIES):
                 try:
@@ -382,6 +384,12 @@ class _RangeFile(io.RawIOBase):
         data = self._store.read_range(self._path, self._at, stop)
         self._at += len(data)
         return data
+
+
+def _whole(data: bytes, expected: int) -> bytes:
+    if len(data) != expected:
+        raise ConnectionError(f"received {len(data)} of {expected} bytes")
+    return bytes(data)
 
 
 def _blocks(path: Path) -> Iterable[bytes]:

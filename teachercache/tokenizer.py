@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field
@@ -54,10 +55,8 @@ def upload_tokenizer(store: Store, spec: TokenizerSpec, folder: Path) -> None:
         except Exists:  # another file with the same canonical content
             data = store.read(path, max_bytes=MAX_TOKENIZER_BYTES)
         entries.append(_IndexEntry(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest()))
-    try:
+    with suppress(Exists):  # another writer's index names files that are just as whole
         store.create(layout.tokenizer_path(spec.digest, INDEX), seal(TokenizerIndex(files=entries)))
-    except Exists:
-        pass  # another writer's index names files that are just as whole
 
 
 def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,8 @@ class CacheWriter:
             raise CommitConflict(
                 f"the plan was made for spec {plan.spec_digest[:12]}, this cache has {self.spec.digest[:12]}."
             )
-        try:
+        with suppress(Exists):  # an equal plan made at another time: the digest leaves `created` out
             self.store.create(layout.plan_path(plan.digest), seal(plan))
-        except Exists:
-            pass  # an equal plan made at another time: the digest leaves `created` out
         return plan.digest
 
     def plans(self) -> dict[str, Plan]:

@@ -32,7 +32,7 @@ def _use(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return server.new_bucket()
 
 
-@pytest.fixture()
+@pytest.fixture
 def s3_url(s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of a fresh bucket on moto, with AWS_* set for this process and its children."""
     return _use(s3_server("moto"), monkeypatch)
@@ -56,7 +56,7 @@ def any_url(
     return _use(s3_server(request.param), monkeypatch) + "/team/cache"
 
 
-@pytest.fixture()
+@pytest.fixture
 def unsafe_s3_url(s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of a fresh bucket on rclone's `serve s3`, which ignores If-None-Match."""
     return _use(s3_server("rclone"), monkeypatch)

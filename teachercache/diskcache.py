@@ -1,0 +1,100 @@
+"""A bounded folder of whole data files that the students of one node share. Content-addressed, safe between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from teachercache.datafile import FileEntry
+from teachercache.errors import CorruptFile
+from teachercache.store import Store
+
+BLOCK = 2**23
+STALE_SECONDS = 3600.0  # a download that was killed stops holding room
+_TEMP = ".tmp-"
+
+
+class DiskCache:
+    """Files named by their sha256; the least recently used go first. A file in use stays readable when it is evicted."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def fetch(self, store: Store, entry: FileEntry) -> pa.NativeFile | None:
+        """A verified local copy, opened; downloads it once for all processes. None where it exceeds the bound alone."""
+        if entry.size > self.max_bytes:
+            return None
+        path = self.folder / f"{entry.sha256}.parquet"
+        with self._locked(entry.sha256[:2]):
+            try:
+                os.utime(path)
+                return pa.memory_map(str(path))
+            except FileNotFoundError:
+                temp = self._reserve(entry.size)
+            if temp is None:
+                return None
+            try:
+                self._download(store, entry, temp)
+                opened = pa.memory_map(str(temp))  # before the rename: another process may evict it right after
+                temp.rename(path)
+            finally:
+                temp.unlink(missing_ok=True)
+        return opened
+
+    def size(self) -> int:
+        """Bytes held, downloads in flight included."""
+        return sum(size for _, size, _ in self._held())
+
+    def _reserve(self, size: int) -> Path | None:
+        """A temporary file of `size` bytes, after evicting as much; None where downloads in flight hold the room."""
+        with self._locked("evict"):
+            held = sorted(self._held())
+            total = sum(s for _, s, _ in held)
+            for modified, s, path in held:
+                if total + size <= self.max_bytes:
+                    break
+                if path.name.startswith(_TEMP) and time.time() - modified < STALE_SECONDS:
+                    continue
+                path.unlink(missing_ok=True)
+                total -= s
+            if total + size > self.max_bytes:
+                return None
+            temp = self.folder / f"{_TEMP}{uuid.uuid4().hex}"
+            with temp.open("xb") as out:
+                out.truncate(size)
+            return temp
+
+    def _download(self, store: Store, entry: FileEntry, temp: Path) -> None:
+        digest = hashlib.sha256()
+        with temp.open("r+b") as out:
+            for start in range(0, entry.size, BLOCK):
+                data = store.read_range(entry.path, start, min(start + BLOCK, entry.size))
+                digest.update(data)
+                out.write(data)
+        if digest.hexdigest() != entry.sha256:
+            raise CorruptFile(f"{entry.path} does not have the sha256 of its manifest; run `teachercache verify`.")
+
+    def _held(self) -> Iterator[tuple[float, int, Path]]:
+        for path in [*self.folder.glob("*.parquet"), *self.folder.glob(f"{_TEMP}*")]:
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # another process evicted or renamed it
+                continue
+            yield stat.st_mtime, stat.st_size, path
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """One download of a file at a time on this node; 256 lock files in all."""
+        with (self.folder / f".lock-{name}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

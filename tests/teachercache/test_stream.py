@@ -1,0 +1,131 @@
+"""The stream: its order is a function of the manifest and the seed, and its state resumes exactly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+
+import pytest
+
+import teachercache
+from teachercache.errors import UsageError
+from teachercache.synthetic import synthetic_records, synthetic_spec
+
+SPEC = synthetic_spec()
+SHARDS, PER_SHARD = 5, 23
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    url = tmp_path_factory.mktemp("stream") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("teachercache.datafile.ROWS_PER_GROUP", 120)  # several row groups a file
+        writer = teachercache.create(url, SPEC)
+        for i in range(SHARDS):
+            writer.commit(f"s{i}", synthetic_records(SPEC, PER_SHARD, seed=i, prefix=f"s{i}"))
+        writer.commit("h", synthetic_records(SPEC, 3, seed=9, prefix="h", split="heldout"))
+        writer.publish()
+    return teachercache.open(url)
+
+
+def names(stream, count=None):
+    with stream:
+        return [record.doc_id for record in itertools.islice(stream, count)]
+
+
+def options(world_size, rank, shuffle):
+    return {"seed": 7, "world_size": world_size, "rank": rank, "shuffle": shuffle, "shuffle_groups": 3, "prefetch": 2}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_stop_and_resume_at_50_random_points_twice_in_a_row_repeats_and_skips_nothing(cache, world_size, shuffle):
+    total = int(2.3 * SHARDS * PER_SHARD / world_size)  # across an epoch's end, and one more
+    rng = random.Random(0)
+    for rank in range(world_size):
+        args = options(world_size, rank, shuffle)
+        whole = names(cache.stream(**args), total)
+        assert len(whole) == total
+        for _ in range(50):
+            first, second = sorted(rng.sample(range(total), 2))
+            with cache.stream(**args) as stream:
+                head = [next(stream).doc_id for _ in range(first)]
+                state = json.loads(json.dumps(stream.state()))
+            with cache.stream(**args, state=state) as stream:
+                middle = [next(stream).doc_id for _ in range(second - first)]
+                state = json.loads(json.dumps(stream.state()))
+            tail = names(cache.stream(**args, state=state), total - second)
+            assert head + middle + tail == whole
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 50])
+def test_an_epoch_holds_every_record_once_over_all_ranks(cache, world_size, shuffle):
+    seen = Counter(
+        name
+        for rank in range(world_size)
+        for name in names(cache.stream(**options(world_size, rank, shuffle), repeat=False))
+    )
+    assert len(seen) == SHARDS * PER_SHARD
+    assert set(seen.values()) == {1}
+
+
+def test_a_rank_beyond_the_row_groups_does_not_run_dry(cache):
+    assert len(names(cache.stream(split="heldout", world_size=4, rank=3), 5)) == 5
+
+
+def test_epochs_and_seeds_differ_and_a_seed_repeats(cache):
+    count = SHARDS * PER_SHARD
+    both = names(cache.stream(seed=1), 2 * count)
+    assert sorted(both[:count]) == sorted(both[count:])
+    assert both[:count] != both[count:]
+    assert names(cache.stream(seed=1), count) == both[:count]
+    assert names(cache.stream(seed=2), count) != both[:count]
+
+
+def test_shuffling_mixes_records_of_several_files(cache):
+    first = names(cache.stream(seed=0), 20)
+    assert len({name.split("-")[0] for name in first}) >= 3
+
+
+def test_without_shuffle_the_order_is_that_of_records(cache):
+    assert names(cache.stream(shuffle=False, repeat=False)) == [r.doc_id for r in cache.records(split="train")]
+
+
+def test_the_state_of_another_stream_is_refused_by_name(cache):
+    with cache.stream(seed=1) as stream:
+        next(stream)
+        state = stream.state()
+    assert len(json.dumps(state)) < 400
+    with pytest.raises(UsageError, match="seed: state 1, stream 2"):
+        cache.stream(seed=2, state=state)
+    with pytest.raises(UsageError, match="world_size: state 1, stream 2"):
+        cache.stream(seed=1, world_size=2, state=state)
+    with pytest.raises(UsageError, match="manifest: state"):
+        cache.stream(seed=1, state=state | {"manifest": "0" * 64})
+
+
+def test_streams_of_one_node_share_a_bounded_disk_cache(cache, tmp_path):
+    sizes = [f.size for f in cache.files(split="train")]
+    bound = sum(sizes) - min(sizes) // 2  # all but one of the files fit
+    plain = names(cache.stream(seed=3), 200)
+    for _ in range(2):
+        with cache.stream(seed=3, cache_dir=tmp_path, cache_bytes=bound) as stream:
+            assert [next(stream).doc_id for _ in range(200)] == plain
+            assert 0 < stream._disk.size() <= bound
+
+
+def test_streaming_over_s3_equals_streaming_from_disk(s3_url, monkeypatch):
+    monkeypatch.setattr("teachercache.datafile.ROWS_PER_GROUP", 120)
+    writer = teachercache.create(s3_url, SPEC)
+    records = synthetic_records(SPEC, 40)
+    writer.commit("s", records)
+    writer.publish()
+    with teachercache.open(s3_url).stream(repeat=False) as stream:
+        assert sorted(r.doc_id for r in stream) == sorted(r.doc_id for r in records)
+    with teachercache.open(s3_url).stream(columns={"doc_id", "input_ids"}) as stream:
+        record = next(stream)
+        assert record.topk_ids is None
+        assert record.input_ids is not None
