@@ -1,0 +1,273 @@
+"""The typed configuration of a training run: one YAML file plus `key=value` overrides.
+
+Every field has a default, so a file only states what differs. An unknown key is refused with its nearest neighbour,
+because a misspelt option that is silently ignored costs a training run. Nothing in here touches torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from teachercache.errors import UsageError
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(Section):
+    """How records become packed sequences."""
+
+    seq_len: int = Field(2048, ge=2)
+    """Tokens in one packed sequence."""
+    batch_tokens: int | None = None
+    """Tokens of one optimiser step; a multiple of seq_len (default: one sequence). The rest is gradient accumulation."""
+    long_documents: Literal["truncate", "drop", "refuse"] = "truncate"
+    """A record longer than seq_len: keep its head, leave it out (both counted), or stop."""
+    pad: Literal["auto", "none", "seq_len"] = "auto"
+    """Pad each sequence to seq_len: `auto` pads on a GPU, where equal shapes pay, and does not on a CPU."""
+    block_sequences: int = Field(16, ge=1)
+    """Sequences' worth of records that are packed together: more packs tighter and holds more rows in memory."""
+    blocks_per_flush: int = Field(16, ge=1)
+    """Blocks until the packer empties itself: a resumed run re-reads at most this much."""
+    top_k: int | None = Field(None, ge=1)
+    """Use only the first K' of the cached entries; the rest moves into the tail."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Mix sources by weight: for each sampled document, how likely its source is kept relative to the largest weight."""
+    length_curriculum: list[tuple[float, int]] = Field(default_factory=list)
+    """[(progress, seq_len), ...]: from this share of the run on, pack to this length (at most seq_len)."""
+    prefetch: int = Field(4, ge=0)
+    """Packed sequences prepared ahead on a thread of their own; 0 prepares them in the training thread."""
+
+    @model_validator(mode="after")
+    def _whole_sequences(self) -> DataConfig:
+        if self.batch_tokens is not None and (self.batch_tokens < self.seq_len or self.batch_tokens % self.seq_len):
+            raise ValueError(
+                f"data.batch_tokens is {self.batch_tokens}; expected a multiple of data.seq_len = {self.seq_len}"
+            )
+        shares = [share for share, _ in self.length_curriculum]
+        if shares != sorted(shares) or any(not 0 <= share < 1 for share in shares):
+            raise ValueError(f"data.length_curriculum needs rising shares in [0, 1), found {shares}")
+        if any(not 2 <= length <= self.seq_len for _, length in self.length_curriculum):
+            raise ValueError(f"data.length_curriculum has a length outside [2, seq_len = {self.seq_len}]")
+        return self
+
+    @property
+    def sequences_per_step(self) -> int:
+        return (self.batch_tokens or self.seq_len) // self.seq_len
+
+
+class LossConfig(Section):
+    """What is minimised; the mathematics is in docs/LOSSES.md."""
+
+    method: Literal["fused", "forward_chunked", "dense", "online"] = "fused"
+    """`online` computes the teacher's logits live (needs `teacher`), the others read its rows from the cache."""
+    tail: Literal["bucket", "none", "renormalize"] | None = "bucket"
+    """What stands for the mass outside the cached K; with `online`, null means the full vocabulary."""
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    jsd_beta: float = Field(0.5, ge=0, le=1)
+    temperature: float = Field(1.0, gt=0)
+    ce_weight: float = Field(0.0, ge=0, le=1)
+    """Loss = (1 - ce_weight) * KD + ce_weight * cross-entropy on the real next token."""
+    z_loss: float = Field(0.0, ge=0)
+    chunk_size: int | None = Field(None, ge=1)
+    """Rows of logits that live at a time in the fused loss (default: chosen by the loss)."""
+    recompute: bool = False
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(5e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Applied to matrices only: norms and biases are left alone."""
+    clip_norm: float | None = Field(1.0, gt=0)
+    warmup_steps: int = Field(20, ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of the run in which `wsd` decays."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    state: Literal["float32", "bfloat16", "8bit", "offload"] = "float32"
+    """How Adam's moments are held: float32, bfloat16 (stochastically rounded), torchao's 8 bit, or on the CPU."""
+    master: Literal["auto", "split", "stochastic", "float32"] = "auto"
+    """bf16 weights: `split` keeps an exact float32 weight as bf16 + 16 low bits; `stochastic` keeps none and rounds
+    stochastically; `float32` keeps a copy. `auto` is split for bf16 weights; float32 weights need none."""
+    grad_dtype: Literal["auto", "param", "float32"] = "auto"
+    """Accumulate gradients over micro-batches in float32 (auto: whenever there is more than one and weights are bf16)."""
+
+
+class TrainConfig(Section):
+    """Where and how a step runs."""
+
+    epochs: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    """Stop after so many optimiser steps; epochs or max_steps, whichever comes first (neither: one epoch)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and compute: bfloat16 on a GPU, float32 on a CPU unless told."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Keep the weights as `dtype` and run the matrix products in bfloat16 (pays on CPUs with AVX512-BF16 or AMX)."""
+    attention: Literal["auto", "documents", "flex", "mixed", "plain"] = "auto"
+    """How documents are kept apart; see trainer/attention.py."""
+    checkpointing: Literal["auto", "none", "full", "keep-attention", "keep-matmuls", "offload"] = "auto"
+    """What the backward pass recomputes; see trainer/activation.py."""
+    liger: Literal["auto", "on", "off"] = "auto"
+    """Fused norms, rotary embeddings and SwiGLU from liger-kernel (auto: on a GPU where installed)."""
+    compile: bool = False
+    mlp_tile: int | None = Field(None, ge=1)
+    """Run each MLP over tiles of so many tokens: for sequences whose MLP activations do not fit."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch: pin them for bitwise equal runs."""
+    deterministic: bool = False
+    spike_factor: float | None = Field(None, gt=1)
+    """Stop when a step's loss exceeds so many times the running mean (NaN and infinity always stop)."""
+    store_patience_s: float = Field(600.0, ge=0)
+    """How long the trainer waits for an object store that does not answer before it gives up."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft, for students whose optimiser state does not fit."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = 32.0
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class CheckpointConfig(Section):
+    every_steps: int | None = Field(200, ge=1)
+    keep_last: int = Field(2, ge=1)
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest held-out KL (needs eval.every_steps)."""
+
+
+class EvalConfig(Section):
+    split: str = "heldout"
+    every_steps: int | None = Field(None, ge=1)
+    max_rows: int | None = Field(None, ge=1)
+    """Stop after so many rows; the same rows every time."""
+    chunk_size: int = Field(512, ge=1)
+    """Rows of full logits that live at a time."""
+
+
+class LogConfig(Section):
+    every_steps: int = Field(1, ge=1)
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+class TrainerConfig(Section):
+    """Everything that `python -m trainer fit` and `eval` read."""
+
+    cache: str
+    """URL of the cache: s3://bucket/path, or a folder."""
+    manifest: int | None = None
+    """Pin one manifest by number; default: the newest at the first start, the same one when resumed."""
+    student: str
+    """A Hugging Face folder, or an output folder of this trainer (its newest checkpoint)."""
+    output: str | None = None
+    """Where checkpoints and logs go: a folder or s3://…; required by fit."""
+    teacher: str | None = None
+    """A live teacher, for full-vocabulary KL in `eval` and for loss.method=online."""
+    split: str = "train"
+    seed: int = 0
+    trust_remote_code: bool = False
+    data: DataConfig = DataConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    lora: LoraConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerConfig:
+        if self.loss.method == "online" and self.teacher is None:
+            raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
+        if self.loss.method != "online" and self.loss.tail is None:
+            raise ValueError("loss.tail is null, which means the full vocabulary: only loss.method=online has that")
+        return self
+
+
+def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> TrainerConfig:
+    """Read a YAML file and apply `a.b=value` overrides (values are YAML too, so `optim.clip_norm=null` works).
+
+    Raises UsageError (exit status 2) for a missing file, an unknown key or a value of the wrong type.
+    """
+    raw: dict[str, Any] = {}
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+        try:
+            raw = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(raw, dict):
+            raise UsageError(f"{path} holds a {type(raw).__name__}; expected keys such as cache, student and data")
+    for override in overrides:
+        _apply_override(raw, override)
+    try:
+        return TrainerConfig.model_validate(raw)
+    except ValidationError as error:
+        raise UsageError(_explain(error)) from error
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UsageError(f"expected key=value, found {override!r}; for example data.seq_len=4096")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"the value of {key} is not valid YAML: {text!r}") from error
+    *parents, leaf = key.split(".")
+    node = raw
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise UsageError(f"{override!r} sets a part of {parent}, which is not a section")
+        node = child
+    node[leaf] = value
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem as one sentence, with the nearest known key for a misspelt one."""
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys()
+        near = difflib.get_close_matches(where, known, n=1, cutoff=0.0)
+        leaf = difflib.get_close_matches(where.split(".")[-1], [key.split(".")[-1] for key in known], n=1, cutoff=0.6)
+        if leaf:
+            candidates = [key for key in known if key.split(".")[-1] == leaf[0]]
+            near = difflib.get_close_matches(where, candidates, n=1, cutoff=0.0) or candidates[:1]
+        return f"unknown key {where} in the configuration; did you mean {near[0]}?"
+    if problem["type"] == "missing":
+        return f"the configuration lacks {where}: set it in the YAML file or as {where}=VALUE"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {message} (found {problem['input']!r})" if where else message
+
+
+def _known_keys(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        for candidate in candidates:
+            if isinstance(candidate, type) and issubclass(candidate, Section):
+                keys.extend(_known_keys(candidate, f"{prefix}{name}."))
+    return keys

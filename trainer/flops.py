@@ -1,0 +1,49 @@
+"""Model work of a training step, counted as the project counts it: 6·P·T + 6·L·Σ n²·d_attn.
+
+P counts every weight that a token is multiplied with (the head included, an untied input embedding not), T tokens,
+L layers, n the lengths of the documents (causal attention, forward and backward), d_attn heads times head size.
+Recomputation is not counted, so checkpointing lowers the rate, as it should.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def matmul_parameters(model: torch.nn.Module) -> int:
+    """P of the formula. Experts of which a token uses a few count in proportion."""
+    config = model.config.get_text_config()
+    total = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() >= 2)
+    embedding = model.get_input_embeddings().weight
+    if embedding is not model.get_output_embeddings().weight:
+        total -= embedding.numel()
+    experts, used = getattr(config, "num_local_experts", None), getattr(config, "num_experts_per_tok", None)
+    if experts and used:
+        inside = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.dim() >= 2)
+        total -= int(inside * (1 - used / experts))
+    return total
+
+
+def step_flops(config: Any, parameters: int, document_lengths: Sequence[int]) -> float:
+    """FLOP of forward and backward over documents of these lengths; config is a transformers text configuration."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 6.0 * config.num_hidden_layers * config.num_attention_heads * head
+    return 6.0 * parameters * sum(document_lengths) + attention * sum(float(n) ** 2 for n in document_lengths)
+
+
+def measured_matmul_rate(device: torch.device, size: int = 8192, repeats: int = 5) -> float:
+    """FLOP/s of this GPU's bf16 matrix product of `size`³, now: what a step's rate is compared with."""
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    for _ in range(2):
+        a @ b
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        a @ b
+    torch.cuda.synchronize(device)
+    return repeats * 2.0 * size**3 / (time.perf_counter() - started)

@@ -1,0 +1,36 @@
+"""Fused layers from liger-kernel, where the package, the architecture and a CUDA device are there."""
+
+from __future__ import annotations
+
+import torch
+
+from teachercache.errors import UsageError
+
+
+def apply_liger(model: torch.nn.Module, wanted: str, device: torch.device) -> bool:
+    """Replace norms, rotary embeddings and gated MLPs of a loaded model in place; returns whether it happened.
+
+    wanted  auto | on | off. Liger's own loss is never used: ours takes hidden states.
+    Raises UsageError for `on` where it cannot be done.
+    """
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return False
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        if wanted == "on":
+            raise UsageError("train.liger=on needs the package liger-kernel (pip install liger-kernel)") from error
+        return False
+    patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.get_text_config().model_type)
+    if patch is None or device.type != "cuda":
+        if wanted == "on":
+            raise UsageError(
+                f"train.liger=on: liger-kernel has no layers for {model.config.model_type} on {device.type}; use auto"
+            )
+        return False
+    import inspect
+
+    accepted = inspect.signature(patch).parameters
+    losses_off = {name: False for name in ("cross_entropy", "fused_linear_cross_entropy") if name in accepted}
+    patch(model=model, **losses_off)
+    return True

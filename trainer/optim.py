@@ -1,0 +1,289 @@
+"""AdamW for float32 and for bf16 weights, its learning-rate schedule, and gradients that accumulate in float32.
+
+bf16 weights lose updates: a weight of 1 does not move by less than 0.004. Three remedies, by configuration:
+  split       float32 weight = bf16 weight + 16 low bits kept beside it: exact, 2 bytes a parameter (the default)
+  float32     a float32 copy: exact, 4 bytes a parameter (what split is tested against, bit for bit)
+  stochastic  no copy: round up or down with the right probability; unbiased, not exact
+
+Bytes a parameter with float32 moments: split 2 + 2 + 8 = 12, float32 copy 14, stochastic 10; bfloat16 moments save 4.
+On CUDA the update is compiled into one pass over the parameter's state (26 bytes of traffic a parameter with split).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from teachercache.errors import UsageError
+from trainer.config import OptimConfig
+
+
+def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
+    """What the peak learning rate is multiplied by at optimiser step `step` (from 0) and share `progress` of the run."""
+    warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    progress = min(max(progress, 0.0), 1.0)
+    if config.schedule == "cosine":
+        shape = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.schedule == "wsd":
+        shape = min(1.0, (1 - progress) / config.decay_fraction)
+    else:
+        shape = 1.0
+    return warmup * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not; shared parameters appear once."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser that the configuration asks for.
+
+    Raises UsageError for combinations that do not exist.
+    """
+    groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.state in ("8bit", "offload"):
+        return _torchao_optimizer(groups, config, common, bf16=torch.bfloat16 in dtypes)
+    if dtypes == {torch.float32}:
+        if config.master not in ("auto", "float32"):
+            raise UsageError(f"optim.master={config.master} is for bf16 weights; these are float32 already")
+        if config.state == "float32":
+            return torch.optim.AdamW(groups, **common, fused=True)
+    return MixedAdamW(groups, **common, master=_master(config, dtypes), state_dtype=getattr(torch, config.state))
+
+
+def _master(config: OptimConfig, dtypes: set[torch.dtype]) -> str:
+    if config.master != "auto":
+        return config.master
+    return "split" if torch.bfloat16 in dtypes else "float32"
+
+
+def _torchao_optimizer(
+    groups: list[dict[str, Any]], config: OptimConfig, common: dict[str, Any], *, bf16: bool
+) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit, CPUOffloadOptimizer
+    except ImportError as error:
+        raise UsageError(f"optim.state={config.state} needs the package torchao (pip install torchao)") from error
+    if config.master not in ("auto", "stochastic"):
+        raise UsageError(f"optim.state={config.state} rounds bf16 weights stochastically, found master={config.master}")
+    if config.state == "8bit":
+        return AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
+    if not torch.cuda.is_available():
+        raise UsageError("optim.state=offload moves states from a GPU to the CPU, and there is no GPU")
+    return CPUOffloadOptimizer(groups, torch.optim.AdamW, offload_gradients=False, fused=True, **common)
+
+
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW whose arithmetic is float32 while weights and moments may be held in bf16.
+
+    master       split | float32 | stochastic: where the bits of a float32 weight are that bf16 lacks (module docstring)
+    state_dtype  float32 or bfloat16 moments; bf16 moments are rounded stochastically, or the second one would stand still
+    `grad_scale` (a 0-d tensor or None) multiplies gradients on the way in: clipping without a pass of its own.
+    A parameter's gradient is `main_grad` where it has one (float32), else `grad`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        master: str,
+        state_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.master, self.state_dtype = master, state_dtype
+        self.grad_scale: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            raise ValueError("MixedAdamW takes no closure")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = gradient(parameter)
+                if grad is not None:
+                    self._update(parameter, grad, group)
+
+    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            if parameter.dtype == torch.bfloat16 and self.master == "split":
+                state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
+            elif parameter.dtype == torch.bfloat16 and self.master == "float32":
+                state["master"] = parameter.float()
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        numbers = [
+            group["lr"],
+            group["lr"] * group["weight_decay"],
+            1 - beta1 ** state["step"],
+            1 - beta2 ** state["step"],
+        ]
+        # Numbers that change from step to step travel as a tensor: as Python floats each value would be recompiled.
+        scalars = torch.tensor(numbers, dtype=torch.float32).to(parameter.device, non_blocking=True)
+        scale = self.grad_scale if self.grad_scale is not None else torch.ones((), device=parameter.device)
+        update = _compiled(adamw_update) if parameter.is_cuda else adamw_update
+        update(
+            parameter.view(-1),
+            grad.reshape(-1),
+            state["exp_avg"].view(-1),
+            state["exp_avg_sq"].view(-1),
+            state["low"].view(-1) if "low" in state else None,
+            state["master"].view(-1) if "master" in state else None,
+            scalars,
+            scale,
+            beta1,
+            beta2,
+            group["eps"],
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Like torch's, which would cast every moment to the parameter's dtype: here each keeps its own."""
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+
+
+def adamw_update(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    low: torch.Tensor | None,
+    master: torch.Tensor | None,
+    scalars: torch.Tensor,
+    grad_scale: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One AdamW step in place over flat tensors [n]; scalars = lr, lr · weight decay, 1 - β₁ᵗ, 1 - β₂ᵗ (float32 [4])."""
+    lr, decay, correction1, correction2 = scalars.unbind()
+    if master is not None:
+        weight = master
+    elif low is not None:
+        weight = join_float32(parameter, low)
+    else:
+        weight = parameter.float()
+    g = grad.float() * grad_scale
+    m = exp_avg.float() * beta1 + g * (1 - beta1)
+    v = exp_avg_sq.float() * beta2 + g * g * (1 - beta2)
+    weight = weight * (1 - decay) - lr * (m / correction1) / ((v / correction2).sqrt() + eps)
+    if exp_avg.dtype == torch.bfloat16:
+        m, v = stochastic_round(m), stochastic_round(v)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    if master is not None:
+        master.copy_(weight)
+        parameter.copy_(weight)
+    elif low is not None:
+        high, rest = split_float32(weight)
+        parameter.copy_(high)
+        low.copy_(rest)
+    elif parameter.dtype == torch.bfloat16:
+        parameter.copy_(stochastic_round(weight))
+    else:
+        parameter.copy_(weight)
+
+
+def split_float32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 -> (bf16 nearest to it, int16 rest); join_float32 gives back the same bits."""
+    bits = value.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    low = (bits - (high << 16)).to(torch.int16)
+    return high.to(torch.int16).view(torch.bfloat16), low
+
+
+def join_float32(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """(bf16, int16 rest) -> the float32 that split_float32 took apart."""
+    bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def stochastic_round(value: torch.Tensor) -> torch.Tensor:
+    """float32 -> bf16, up or down with the probability that makes the mean exact."""
+    noise = torch.randint(0, 1 << 16, value.shape, device=value.device, dtype=torch.int32)
+    bits = (value.view(torch.int32) + noise) >> 16
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient, wherever it accumulates."""
+    main = getattr(parameter, "main_grad", None)
+    return main if main is not None else parameter.grad
+
+
+def accumulate_in_float32(model: torch.nn.Module) -> None:
+    """Give every trained parameter a float32 `main_grad` that micro-batches add to; `grad` is freed at once.
+
+    The fused loss adds to the head's `main_grad` directly, without rounding to bf16 in between. 4 bytes a parameter.
+    """
+
+    def fold(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+            parameter.grad = None
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(fold)
+
+
+def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+        if getattr(parameter, "main_grad", None) is not None:
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm over all gradients, summed in float32: a 0-d tensor."""
+    grads = [grad for grad in map(gradient, parameters) if grad is not None]
+    if not grads:
+        raise ValueError("no parameter has a gradient: is anything trained?")
+    # The same device and order every time, so the sum is reproducible.
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+@torch.no_grad()
+def apply_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor, clip_norm: float | None) -> None:
+    """Clip to `clip_norm` and take the step, whichever optimiser it is."""
+    scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm is not None else torch.ones_like(norm)
+    if isinstance(optimizer, MixedAdamW):
+        optimizer.grad_scale = scale
+        optimizer.step()
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        grad = gradient(parameter)
+        if grad is not None:
+            parameter.grad = (grad * scale).to(parameter.dtype)
+    optimizer.step()

@@ -1,0 +1,196 @@
+"""One optimiser step: micro-batches in, one update out, with one global count of valid rows.
+
+The loss of every micro-batch is its sum over valid rows divided by the valid rows of the *whole* batch, so the
+gradient does not depend on how the batch is split or padded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from teachercache.errors import TeacherCacheError
+from trainer import student
+from trainer.attention import DocumentLayout
+from trainer.config import LossConfig, TrainerConfig
+from trainer.data import NO_LABEL, PackedSequence
+from trainer.losses import TeacherRows, kl_loss, online_kl_loss
+from trainer.optim import apply_step, clear_gradients, gradient_norm
+
+
+class TrainingDiverged(TeacherCacheError):
+    """A loss or gradient is not finite, or far above the running mean; names the documents of the batch."""
+
+    code = "TC-T101"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """Mean over the step's valid rows, nats."""
+    grad_norm: float
+    rows: int
+    tokens: int
+    """Tokens of documents: padding is not counted."""
+
+
+class Step:
+    """Forward, loss, backward and update of one student.
+
+    model       the student, on its device, in training mode
+    optimizer   from trainer.optim.build_optimizer
+    vocab_size  the tokenizer's real size: rows of the head beyond it are masked
+    teacher     a live teacher (loss.method = online), in evaluation mode
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: TrainerConfig,
+        *,
+        attention_kind: str,
+        vocab_size: int,
+        teacher: torch.nn.Module | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.config, self.teacher = model, optimizer, config, teacher
+        self.attention_kind, self.vocab_size = attention_kind, vocab_size
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.device = self.parameters[0].device
+
+    def run(self, sequences: Sequence[PackedSequence], *, lr: float, loss_limit: float | None = None) -> StepResult:
+        """Take one step over the micro-batches.
+
+        Raises TrainingDiverged, before anything is updated, when the loss or the gradient is not finite or the loss
+        is above loss_limit.
+        """
+        total = sum(self._valid_rows(sequence) for sequence in sequences)
+        if total == 0:
+            raise TeacherCacheError(f"no valid row in a step's batch of documents {_names(sequences)}")
+        clear_gradients(self.parameters)
+        loss = torch.zeros((), device=self.device)
+        for sequence in sequences:
+            part = self.loss(sequence.to(self.device), num_valid=total)
+            part.backward()
+            loss += part.detach()
+        norm = gradient_norm(self.parameters)
+        result = StepResult(
+            loss=loss.item(),
+            grad_norm=norm.item(),
+            rows=total,
+            tokens=sum(sequence.input_ids.numel() - sequence.num_padding for sequence in sequences),
+        )
+        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+            raise TrainingDiverged(
+                f"the loss is {result.loss} and the gradient norm {result.grad_norm}, expected finite numbers; "
+                f"nothing was updated; the batch held documents {_names(sequences)}"
+            )
+        if loss_limit is not None and result.loss > loss_limit:
+            raise TrainingDiverged(
+                f"the loss jumped to {result.loss:.4g}, above the limit of {loss_limit:.4g} (train.spike_factor); "
+                f"nothing was updated; the batch held documents {_names(sequences)}"
+            )
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):  # torchao keeps it as a tensor
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        apply_step(self.optimizer, norm, self.config.optim.clip_norm)
+        return result
+
+    def _valid_rows(self, sequence: PackedSequence) -> int:
+        if self.config.loss.ce_weight:
+            return int((sequence.labels != NO_LABEL).sum())
+        return sequence.num_rows
+
+    def loss(self, sequence: PackedSequence, *, num_valid: int) -> torch.Tensor:
+        """Sum over the sequence's valid rows / num_valid: a scalar to call backward on."""
+        with autocast(self.config.train.autocast, self.device):
+            documents = DocumentLayout(sequence.document_lengths, self.attention_kind, self.device)
+            hidden = student.hidden_states(self.model, sequence.input_ids, sequence.position_ids, documents)
+            rows = hidden.index_select(0, sequence.row_index)
+        head = student.head(self.model)
+        rows = head.scaled(rows)
+        teacher_logits = None
+        if self.config.loss.method == "online":
+            assert self.teacher is not None
+            teacher_logits = row_logits(self.teacher, sequence, documents, self.config.train.autocast)
+        return distillation_loss(
+            rows, head, sequence, self.config.loss, top_k=self.config.data.top_k, num_valid=num_valid,
+            vocab_size=min(self.vocab_size, head.weight.shape[0]), teacher_logits=teacher_logits,
+        )  # fmt: skip
+
+
+def distillation_loss(
+    hidden: torch.Tensor,
+    head: student.Head,
+    sequence: PackedSequence,
+    config: LossConfig,
+    *,
+    top_k: int | None,
+    num_valid: int,
+    vocab_size: int,
+    teacher_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The configured loss of hidden states [R, d] (already scaled) against a sequence's R teacher rows."""
+    weight = head.weight if head.weight.dtype == hidden.dtype else head.weight.to(hidden.dtype)
+    valid = sequence.labels != NO_LABEL if config.ce_weight else None
+    shared: dict[str, Any] = {
+        "divergence": config.divergence,
+        "jsd_beta": config.jsd_beta,
+        "temperature": config.temperature,
+        "num_valid": num_valid,
+        "vocab_size": vocab_size,
+        "softcap": head.softcap,
+        "bias": head.bias,
+        "chunk_size": config.chunk_size,
+    }
+    cached: dict[str, Any] = {
+        "labels": sequence.labels if config.ce_weight else None,
+        "ce_weight": config.ce_weight,
+        "z_loss": config.z_loss,
+        "recompute": config.recompute,
+        "validate": False,  # records were checked when they were committed, ids when the cache was opened
+    }
+    if config.method == "online":
+        assert teacher_logits is not None
+        if config.tail is None:
+            return online_kl_loss(hidden, weight, teacher_logits, valid=valid, **shared)
+        return online_kl_loss(
+            hidden, weight, teacher_logits, tail=config.tail, topk=top_k or sequence.topk_ids.shape[1], valid=valid,
+            **shared, **cached,
+        )  # fmt: skip
+    rows = TeacherRows(sequence.topk_ids, sequence.topk_logprobs, sequence.tail_logprob, valid)
+    if top_k is not None:
+        rows = rows.truncate(min(top_k, rows.k))
+    return kl_loss(hidden, weight, rows, method=config.method, tail=config.tail or "bucket", **shared, **cached)
+
+
+@torch.no_grad()
+def row_logits(
+    model: torch.nn.Module, sequence: PackedSequence, documents: DocumentLayout, autocast_to: str = "none"
+) -> torch.Tensor:
+    """A live model's float32 logits [R, V] at the sequence's rows: R · V · 4 bytes."""
+    with autocast(autocast_to, sequence.input_ids.device):
+        hidden = student.hidden_states(model, sequence.input_ids, sequence.position_ids, documents)
+    return student.head(model).logits(hidden.index_select(0, sequence.row_index))
+
+
+@contextlib.contextmanager
+def autocast(to: str, device: torch.device) -> Iterator[None]:
+    if to == "none":
+        yield
+    else:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            yield
+
+
+def _names(sequences: Sequence[PackedSequence], limit: int = 20) -> str:
+    names = [f"{doc_id}#{window}" for sequence in sequences for doc_id, window in sequence.documents]
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

@@ -1,0 +1,228 @@
+"""Students: loading one, checking that a cache fits it, cutting one from its teacher, calling its parts.
+
+A student is any causal language model that transformers loads. The trainer calls its decoder for hidden states and
+hands the head's weight to the loss, so logits never exist; what else the model does to its logits (scaling, soft cap,
+bias) is read from its configuration here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from teachercache.errors import UsageError
+from teachercache.fingerprint import fingerprint_tokenizer
+from trainer import attention
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files that go along from a student to its checkpoints."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits: softcap(scale · hidden @ weight.T + bias)."""
+
+    weight: torch.Tensor  # [V, d]
+    bias: torch.Tensor | None  # [V]
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, d] -> float32 [N, V]: the naive twin of the fused loss's first product."""
+        logits = (self.scaled(hidden) @ self.weight.to(hidden.dtype).T).float()
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap is not None else logits
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+
+def load_student(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> torch.nn.Module:
+    """Load a causal LM from a Hugging Face folder, with attention that keeps documents apart.
+
+    Raises UsageError when the folder holds no model.
+    """
+    check_folder(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention.NAME
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load the model in {folder}: {' '.join(str(error).split())}") from error
+    model.config.use_cache = False
+    for name, value in vars(model.config).items():
+        if name.endswith("dropout") and isinstance(value, float) and value > 0:
+            raise UsageError(
+                f"the model in {folder} has {name}={value}; packed training needs 0: set it in config.json"
+            )
+    return model.to(device)
+
+
+def check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+
+
+def decoder(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of a causal LM that returns last hidden states."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps
+    return base.base_model
+
+
+def head(model: torch.nn.Module) -> Head:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config, layer = base.config.get_text_config(), base.get_output_embeddings()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):  # Cohere multiplies
+        scale = config.logit_scale
+    return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+
+
+def hidden_states(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    documents: attention.DocumentLayout,
+) -> torch.Tensor:
+    """int64 [T], int64 [T] -> last hidden states [T, d] of one packed sequence."""
+    output = decoder(model)(
+        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, documents=documents
+    )
+    return output.last_hidden_state[0]
+
+
+def check_fits(folder: Path, cache: Any) -> None:
+    """Refuse a cache whose rows mean something else to this student; reads no weights.
+
+    The tokenizers must be the same, and every id that the teacher may give must have a row in the student's head.
+    Raises UsageError with both values.
+    """
+    check_folder(folder)
+    theirs = cache.spec.tokenizer
+    mine = fingerprint_tokenizer(folder)
+    if mine.digest != theirs.digest:
+        raise UsageError(
+            f"the cache {cache.url} was made with tokenizer {theirs.digest[:12]} ({theirs.vocab_size} tokens), the student "
+            f"{folder} has {mine.digest[:12]} ({mine.vocab_size} tokens): train a student with the teacher's tokenizer"
+        )
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rows = (config.get("text_config") or config).get("vocab_size")
+    if rows is not None and rows < theirs.vocab_size:
+        raise UsageError(
+            f"the student {folder} has {rows} rows in its head, the cache {cache.url} has ids up to "
+            f"{theirs.vocab_size - 1}: resize the student's embeddings"
+        )
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files (and generation settings) of one model folder to another."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def choose_layers(rule: str, num_layers: int) -> list[int]:
+    """Which of the teacher's layers a student keeps.
+
+    "every-2" keeps 0, 2, 4, …; "first-8" the first eight; "0,3-5,9" those; the order is the teacher's.
+    Raises UsageError for a rule that names no layer or one that does not exist.
+    """
+    try:
+        if rule.startswith("every-"):
+            layers = list(range(0, num_layers, int(rule.removeprefix("every-"))))
+        elif rule.startswith("first-"):
+            layers = list(range(int(rule.removeprefix("first-"))))
+        else:
+            layers = []
+            for part in rule.split(","):
+                low, _, high = part.partition("-")
+                layers.extend(range(int(low), int(high or low) + 1))
+    except ValueError as error:
+        raise UsageError(f"expected layers as every-2, first-8 or 0,3-5,9; found {rule!r}") from error
+    layers = sorted(set(layers))
+    if not layers or layers[-1] >= num_layers:
+        raise UsageError(f"--layers {rule} means {layers}, but the teacher has layers 0 to {num_layers - 1}")
+    return layers
+
+
+def init_student(
+    teacher: Path, out: Path, *, layers: str = "every-2", mlp: int | None = None, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Cut a student from its teacher: keep chosen layers and, if told, the strongest `mlp` units of each MLP.
+
+    Everything else (embeddings, head, norms, tokenizer) is the teacher's own. Returns what was made, for printing.
+    Raises UsageError when `out` exists already or the teacher is not a Llama-like model that can be cut.
+    """
+    check_folder(teacher)
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty: choose another --out, or remove it")
+    config = AutoConfig.from_pretrained(teacher, trust_remote_code=trust_remote_code)
+    kept = choose_layers(layers, config.get_text_config().num_hidden_layers)
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto", trust_remote_code=trust_remote_code)
+    stack = decoder(model)
+    if not isinstance(getattr(stack, "layers", None), torch.nn.ModuleList):
+        raise UsageError(f"{type(model).__name__} keeps its layers in an unknown place: init-student cannot cut it")
+    stack.layers = torch.nn.ModuleList(stack.layers[index] for index in kept)
+    text = model.config.get_text_config()
+    text.num_hidden_layers = len(kept)
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[index] for index in kept]
+    for new_index, layer in enumerate(stack.layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = new_index
+    if mlp is not None:
+        _cut_mlps(stack.layers, text, mlp)
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    copy_tokenizer(teacher, out)
+    return {
+        "student": str(out),
+        "teacher": str(teacher),
+        "layers": kept,
+        "intermediate_size": getattr(text, "intermediate_size", None),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+@torch.no_grad()
+def _cut_mlps(layers: torch.nn.ModuleList, config: Any, width: int) -> None:
+    """Keep the units of each gated MLP whose three weight vectors have the largest product of norms."""
+    if not 0 < width <= config.intermediate_size:
+        raise UsageError(f"--mlp {width}: expected 1 to {config.intermediate_size}, the teacher's own width")
+    for layer in layers:
+        mlp = getattr(layer, "mlp", None)
+        if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
+            raise UsageError(f"--mlp needs gated MLPs (gate_proj, up_proj, down_proj); found {type(mlp).__name__}")
+        gate, up, down = (getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        strength = gate.weight.float().norm(dim=1) * up.weight.float().norm(dim=1) * down.weight.float().norm(dim=0)
+        keep = strength.topk(width).indices.sort().values
+        for linear in (gate, up):
+            linear.weight = torch.nn.Parameter(linear.weight[keep].clone())
+            if linear.bias is not None:
+                linear.bias = torch.nn.Parameter(linear.bias[keep].clone())
+            linear.out_features = width
+        down.weight = torch.nn.Parameter(down.weight[:, keep].clone())
+        down.in_features = width
+    config.intermediate_size = width
