@@ -1,0 +1,1 @@
+"""Benchmarks that ship with the trainer: one command each, results as JSON with the machine they ran on."""
