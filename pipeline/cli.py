@@ -1,0 +1,211 @@
+"""`python -m pipeline plan|run|status|quarantine JOB [key=value ...]`.
+
+Exit status: 0 = done, 1 = something is missing or wrong (quarantined shards, budget reached, stopped), 2 = misused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pipeline.config import JobConfig, load_job
+from teachercache.errors import TeacherCacheError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Run a teacher over a corpus once and keep its top-K log-probabilities as a teachercache.",
+)
+
+Job = Annotated[str, typer.Argument(help="job file (YAML)", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="overrides, for example run.actors=4", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+
+
+def _consoles(as_json: bool) -> Console:
+    """Where people's lines go: standard output, or standard error beside JSON."""
+    return Console(stderr=as_json, width=None if sys.stdout.isatty() else 160)
+
+
+@app.command()
+def plan(
+    job: Job,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    show: Annotated[int, typer.Option(help="print so many documents as the teacher will see them, with masks")] = 0,
+    rate: Annotated[float | None, typer.Option(help="tokens/s of one teacher, for the estimate of GPU-hours")] = None,
+) -> None:
+    """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent.  Writes nothing."""
+    from pipeline.job import prepare
+    from pipeline.progress import show_plan
+
+    config = load_job(job, overrides)
+    prepared = prepare(config)
+    console = _consoles(as_json)
+    if as_json:
+        planned = prepared.planned
+        report = {
+            "plan": planned.plan.digest,
+            "spec": prepared.spec.digest,
+            "shards": len(planned.plan.shards),
+            "sources": [
+                {
+                    "source": e.source,
+                    "files": e.files,
+                    "bytes": e.bytes,
+                    "shards": e.shards,
+                    "estimated_documents": round(e.documents),
+                    "estimated_tokens": round(e.tokens),
+                    "estimated_rows": round(e.rows),
+                    "estimated_drops": dict(e.drops),
+                }
+                for e in planned.estimates
+            ],
+            "warnings": planned.warnings,
+        }
+        print(json.dumps(report))
+    else:
+        show_plan(console, prepared.planned, rate)
+        console.print(f"plan {prepared.planned.plan.digest[:16]} for cache {config.cache}")
+    if show:
+        from pipeline.preview import show_documents
+
+        show_documents(console, prepared, show)
+
+
+@app.command()
+def run(job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Plan, run and publish.  Running the same command again resumes where it stopped."""
+    from pipeline.job import Prepared, run_job
+    from pipeline.progress import Progress, human, show_outcome
+
+    config = load_job(job, overrides)
+    console = _consoles(as_json)
+    progress = Progress(console)
+
+    def planned(prepared: Prepared) -> None:
+        tokens = sum(e.tokens for e in prepared.planned.estimates)
+        count = len(prepared.planned.plan.shards)
+        console.print(f"{count} shards, about {human(tokens)} tokens (estimate) → {config.cache}", highlight=False, soft_wrap=True)
+        for warning in prepared.planned.warnings:
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        result = run_job(config, on_planned=planned, on_progress=progress, on_event=progress.event, say=say)
+    finally:
+        progress.close()
+    outcome = result.outcome
+    show_outcome(console, outcome)
+    if result.manifest is not None:
+        m = result.manifest
+        state = "complete" if m.complete else "PARTIAL"
+        say(f"published manifest {m.number} ({state}): {m.documents} documents, {m.rows} rows, {len(m.files)} files")
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "reason": outcome.reason,
+                    "committed": outcome.tally.committed,
+                    "found": outcome.tally.found,
+                    "quarantined": outcome.quarantined,
+                    "drops": dict(outcome.tally.drops),
+                    "tokens": outcome.tally.tokens,
+                    "rows": outcome.tally.rows,
+                    "seconds": round(outcome.seconds, 2),
+                    "manifest": result.manifest.number if result.manifest else None,
+                    "complete": bool(result.manifest and result.manifest.complete),
+                }
+            )
+        )
+    if outcome.reason == "budget":
+        say("the budget in GPU-hours is spent; run the same command with a larger one to go on")
+    elif outcome.reason == "stopped":
+        say("stopped; run the same command to go on")
+    elif outcome.quarantined and result.manifest is None:
+        say("not published: shards are quarantined; mend them, or publish without them by run.allow_partial=true")
+    if outcome.reason != "done" or (config.run.publish and result.manifest is None):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    target: Annotated[str, typer.Argument(help="job file or URL of a cache", show_default=False)],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    watch: Annotated[float | None, typer.Option(help="repeat every so many seconds")] = None,
+) -> None:
+    """What stands in the cache: shards, documents, tokens, drops by reason.  Needs read access alone."""
+    from pipeline.status import read_status, show_status
+
+    url = _cache_of(target, overrides)
+    console = _consoles(as_json)
+    before = None
+    while True:
+        report = read_status(url)
+        if as_json:
+            print(json.dumps(report), flush=True)
+        else:
+            show_status(console, report, before)
+        if watch is None or report["complete"]:
+            return
+        before = report
+        time.sleep(watch)
+
+
+@app.command()
+def quarantine(
+    target: Annotated[str, typer.Argument(help="job file or URL of a cache", show_default=False)],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shards and documents that were given up, with their reasons.  Exit status 1 where a shard is quarantined."""
+    from pipeline.status import read_quarantine
+
+    url = _cache_of(target, overrides)
+    entries = read_quarantine(url)
+    if as_json:
+        print(json.dumps(entries))
+    else:
+        console = _consoles(False)
+        for entry in entries:
+            console.print(
+                f"{entry['scope']} {entry['shard_id']}  {entry['reason']}: {entry['message']}"
+                + (f"  [{', '.join(entry['documents'][:5])}]" if entry["documents"] else ""),
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+        if not entries:
+            console.print("nothing is quarantined")
+        elif any(e["scope"] == "shard" for e in entries):
+            console.print("to try them again: python -m pipeline run JOB run.retry_quarantined=true")
+    if any(e["scope"] == "shard" for e in entries):
+        raise typer.Exit(1)
+
+
+def _cache_of(target: str, overrides: list[str] | None) -> str:
+    if target.endswith((".yaml", ".yml")):
+        config: JobConfig = load_job(target, overrides)
+        return config.cache
+    return target
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Runs a command; errors that a user can mend are one line on standard error."""
+    logging.basicConfig(level=os.environ.get("PIPELINE_LOG", "WARNING"), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return app(args=arguments, standalone_mode=True)
+    except TeacherCacheError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,354 @@
+"""The job file: one typed YAML document, `key=value` overrides on the command line, unknown keys refused.
+
+    cache: s3://bucket/name
+    teacher: {model: /models/llama-8b, engine: vllm, top_k: 100}
+    corpora:
+      - {source: web, files: ["s3://corpus/web/*.jsonl.zst"], fields: {text: text, id: url}}
+    recipe: {windows: {policy: window, size: 4096}}
+    run: {actors: 8}
+
+Everything under `recipe` (and the row-making keys of a corpus) changes rows and is therefore part of a shard's id;
+everything under `run` may change between two runs of the same job without changing a single shard.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from teachercache.errors import UsageError
+from teachercache.record import NAME
+
+
+_NAME = f"^{NAME.pattern}$"  # sources and splits stand in object names
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class TeacherConfig(_Strict):
+    """Which model makes the rows, and how it runs."""
+
+    model: str = Field(description="folder of a Hugging Face model, or an id on the hub")
+    name: str | None = Field(None, description="name written into spec.json; the model's own by default")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    engine: Literal["vllm", "hf", "noop"] = "vllm"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    head_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="bf16 logits put 0.06 to 0.25 nat of noise and many ties into every row"
+    )
+    top_k: int = Field(100, ge=1, le=4096)
+    max_model_len: int = Field(2048, ge=8, description="longest input plus the one token that the engine samples")
+    tensor_parallel: int = Field(1, ge=1)
+    gpus_per_actor: float | None = Field(None, ge=0, description="default: tensor_parallel where there are GPUs")
+    cpus_per_actor: float = Field(1, ge=0, description="what Ray reserves; threads are set by OMP_NUM_THREADS")
+    threads: int | None = Field(None, ge=1, description="OMP threads of one teacher; default: the node's cores")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to the engine as they are")
+    trust_remote_code: bool = False
+    fast_path: Literal["auto", "off", "require"] = Field(
+        "auto", description="keep the engine's tensors instead of rebuilding Python objects"
+    )
+    canary: bool = Field(True, description="compare the fast path with the public one at every actor start")
+    canary_reference_parameters: int = Field(
+        400_000_000, ge=0, description="also compare with transformers in float32 up to this size; 0 turns it off"
+    )
+    max_inflight_tokens: int = Field(65_536, ge=1, description="tokens given to the engine at a time; bounds memory")
+
+
+class Fields(_Strict):
+    """Names of the columns that hold what we need.  Exactly one of text, messages, input_ids is used."""
+
+    text: str | None = None
+    messages: str | None = None
+    input_ids: str | None = None
+    id: str | None = None
+    loss_mask: str | None = Field(None, description="with input_ids: one bool per token, false = do not learn it")
+    tools: str | None = Field(None, description="with messages: the tools that the template renders")
+    prompt: str | None = Field(None, description="in generate mode: what the teacher continues")
+    continuation: str | None = Field(None, description="scored after `text` with the loss mask on it alone")
+
+    @property
+    def kind(self) -> Literal["text", "messages", "input_ids", "prompt"]:
+        """What a document is."""
+        for kind in ("messages", "input_ids", "prompt"):
+            if getattr(self, kind) is not None:
+                return kind  # type: ignore[return-value]
+        return "text"
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Fields:
+        named = [k for k in ("text", "messages", "input_ids", "prompt") if getattr(self, k) is not None]
+        if len(named) > 1:
+            raise ValueError(f"one of text, messages, input_ids, prompt names the document, found {named}")
+        if self.continuation is not None and self.kind != "text":
+            raise ValueError("`continuation` follows a `text` field; name the prompt's column as `text`")
+        return self
+
+    @property
+    def text_column(self) -> str:
+        return self.text if self.text is not None else "text"
+
+
+class CorpusConfig(_Strict):
+    """One source of documents."""
+
+    source: str = Field("default", pattern=_NAME)
+    split: str = Field("train", pattern=_NAME)
+    splits: dict[str, float] | None = Field(None, description="fractions by hash of the document's text; sum 1")
+    files: list[str] = Field(min_length=1, description="paths or globs, any fsspec URL")
+    format: Literal["jsonl", "parquet", "text"] | None = Field(None, description="from the file's name by default")
+    compression: Literal["none", "gzip", "zstd"] | None = Field(None, description="from the file's name by default")
+    text_unit: Literal["file", "line"] = Field("file", description="what a document is in a text file")
+    fields: Fields = Field(default_factory=Fields)
+    meta: list[str] = Field(default_factory=list, description="columns carried into the cache as they are")
+    student: str | None = Field(None, description="revision of the student that wrote the continuations (on-policy)")
+    limit_documents: int | None = Field(None, ge=1, description="at most so many documents of each file")
+
+    @field_validator("splits")
+    @classmethod
+    def _fractions(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None and (abs(sum(value.values()) - 1) > 1e-6 or min(value.values()) < 0):
+            raise ValueError(f"fractions of `splits` must be ≥ 0 and sum to 1, found {value}")
+        return value
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _one_file(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class WindowsConfig(_Strict):
+    """What happens to a document longer than `size` tokens."""
+
+    policy: Literal["window", "truncate", "skip"] = "window"
+    size: int | None = Field(None, ge=2, description="tokens of one input, BOS included; max_model_len − 1 by default")
+    stride: int | None = Field(None, ge=1, description="distance of two windows; size − min_context by default")
+    min_context: int | None = Field(None, ge=0, description="least context of a stored row; min(256, size/4) default")
+    bos_every_window: bool = Field(False, description="give windows after the first a BOS of their own")
+    truncate_side: Literal["left", "right"] = Field("right", description="which end is cut off")
+
+    @model_validator(mode="after")
+    def _fits(self) -> WindowsConfig:
+        if self.size is not None and self.stride is not None:
+            if self.stride > self.size:
+                raise ValueError(f"stride {self.stride} is larger than size {self.size}: rows would be missing")
+            if self.min_context is not None and self.size - self.stride < self.min_context:
+                raise ValueError(
+                    f"size {self.size} − stride {self.stride} leaves {self.size - self.stride} tokens of context, "
+                    f"less than min_context {self.min_context}"
+                )
+        return self
+
+
+class ChatConfig(_Strict):
+    """How messages become text."""
+
+    template: str | None = Field(None, description="path of a Jinja file; the tokenizer's own template by default")
+    template_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the template")
+    system: str | None = Field(None, description="system prompt put before conversations that have none")
+    mask: Literal["assistant", "all"] = Field("assistant", description="which tokens a student learns")
+    rows: Literal["all", "masked"] = Field("all", description="`masked` stores rows only where the mask is true")
+
+
+class FiltersConfig(_Strict):
+    min_chars: int = Field(0, ge=0)
+    max_chars: int | None = Field(None, ge=1)
+    min_tokens: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=1, description="longer documents are dropped before windowing")
+    sample: float = Field(1.0, gt=0, le=1, description="fraction of documents kept, by hash of the text")
+    sample_seed: int = 0
+    dedup: Literal["none", "shard", "corpus"] = Field(
+        "none", description="`shard` needs no memory of other shards; `corpus` reads everything once while planning"
+    )
+    blank: Literal["drop", "keep"] = "drop"
+    invalid_utf8: Literal["drop", "replace"] = "drop"
+    control_characters: Literal["keep", "drop", "strip"] = "keep"
+
+
+class GenerateConfig(_Strict):
+    """The teacher continues prompts, then the whole is scored by prefill; the loss mask is on the continuation."""
+
+    max_tokens: int = Field(256, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 = off")
+    seed: int = 0
+
+
+class RecipeConfig(_Strict):
+    """What makes rows out of documents.  Digested into every shard id."""
+
+    mode: Literal["score", "generate"] = "score"
+    bos: Literal["auto", "always", "never"] = Field("auto", description="auto = what the tokenizer itself does")
+    eos: bool = Field(True, description="append EOS to raw text (chat templates bring their own end marker)")
+    special_text: Literal["as_text", "as_tokens"] = Field(
+        "as_text", description="whether `<|eos|>` written in raw text is the special token or plain characters"
+    )
+    windows: WindowsConfig = Field(default_factory=WindowsConfig)
+    chat: ChatConfig = Field(default_factory=ChatConfig)
+    filters: FiltersConfig = Field(default_factory=FiltersConfig)
+    generate: GenerateConfig = Field(default_factory=GenerateConfig)
+
+
+class RunConfig(_Strict):
+    """How the work is run; changes no shard, except `shard_tokens` and `shard_bytes`, which cut the inputs."""
+
+    executor: Literal["ray", "inline"] = Field("ray", description="inline = in this process, one teacher, no Ray")
+    actors: int = Field(1, ge=1, description="most teachers at a time")
+    min_actors: int = Field(1, ge=0, description="fail when fewer than this many ever start")
+    shards_per_actor: int = Field(2, ge=1, le=8, description="shards an actor overlaps, so that the engine never waits")
+    shard_tokens: int = Field(2_000_000, ge=1, description="estimated tokens of a shard: one to three GPU-minutes")
+    shard_bytes: int | None = Field(None, ge=1, description="bytes of a shard instead (small machines)")
+    shard_timeout_s: float = Field(3600, gt=0)
+    actor_start_timeout_s: float = Field(1800, gt=0)
+    max_retries: int = Field(3, ge=0, description="failures of a shard after which it is quarantined")
+    publish: bool = True
+    publish_every_s: float | None = Field(None, gt=0, description="publish partial manifests while running")
+    allow_partial: bool = Field(False, description="publish although shards are quarantined or missing")
+    allow_repeated_content: bool = Field(False, description="publish although equal text stands in two splits")
+    retry_quarantined: bool = Field(False, description="give quarantined shards another chance")
+    budget_gpu_hours: float | None = Field(None, gt=0, description="stop cleanly after so much actor time")
+    on_truncated: Literal["quarantine", "keep"] = Field(
+        "quarantine", description="a compressed file that ends early: quarantine its shard, or keep what was read"
+    )
+    leases: bool = Field(True, description="advisory: several jobs on one cache do not start with the same shards")
+    lease_s: float = Field(300, gt=0)
+    refresh_s: float = Field(30, gt=0, description="how often commits of other jobs are looked up")
+    log_every_s: float = Field(10, gt=0)
+
+
+class JobConfig(_Strict):
+    """A whole job file."""
+
+    cache: str
+    corpus_root: str | None = Field(None, description="folder or URL that relative `files` are looked up in")
+    teacher: TeacherConfig
+    corpora: list[CorpusConfig] = Field(min_length=1)
+    recipe: RecipeConfig = Field(default_factory=RecipeConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobConfig:
+        size = self.recipe.windows.size
+        if size is not None and size + 1 > self.teacher.max_model_len:
+            raise ValueError(
+                f"recipe.windows.size {size} needs teacher.max_model_len ≥ {size + 1}, found "
+                f"{self.teacher.max_model_len}: prompt log-probabilities need one token more than the input"
+            )
+        for corpus in self.corpora:
+            if (corpus.fields.kind == "prompt") != (self.recipe.mode == "generate"):
+                raise ValueError(
+                    f"corpus {corpus.source!r}: `fields.prompt` and recipe.mode generate belong together"
+                    f" (mode is {self.recipe.mode})"
+                )
+        return self
+
+    @property
+    def window_size(self) -> int:
+        """Most tokens of one input, BOS included."""
+        return self.recipe.windows.size or self.teacher.max_model_len - 1
+
+    def patterns(self, corpus: CorpusConfig) -> list[str]:
+        """File patterns of a corpus, relative ones below corpus_root."""
+        if self.corpus_root is None:
+            return list(corpus.files)
+        root = self.corpus_root.rstrip("/")
+        return [f if "://" in f or f.startswith("/") else f"{root}/{f}" for f in corpus.files]
+
+
+def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    """Keys that are allowed where `path` points to (list indices skipped)."""
+    current: Any = model
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part) if isinstance(current, type) else None
+        if field is None:
+            return []
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        current = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if current is None:
+            return []
+    return list(current.model_fields)
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    """The first problem as one sentence; an unknown key names its nearest neighbour."""
+    first = error.errors()[0]
+    location = first["loc"]
+    dotted = ".".join(str(p) for p in location)
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(JobConfig, location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"{where}: unknown key {dotted!r}; {hint}"
+    if first["type"] == "missing":
+        return f"{where}: key {dotted!r} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    found = first.get("input")
+    shown = "" if isinstance(found, (dict, list, BaseModel)) else f", found {found!r}"
+    return f"{where}: {dotted or 'job'}: {message}{shown}"
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets `a.b.0.c=value` in place; the value is read as YAML."""
+    key, separator, raw = override.partition("=")
+    if not separator or not key:
+        raise UsageError(f"override {override!r} should look like key=value, for example run.actors=4")
+    parts = key.split(".")
+    node: Any = tree
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise UsageError(f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, no {part!r}")
+            index: Any = int(part)
+        elif isinstance(node, dict):
+            index = part
+        else:
+            raise UsageError(f"override {override!r}: {'.'.join(parts[:depth])} is a single value, not a section")
+        if last:
+            try:
+                node[index] = yaml.safe_load(raw)
+            except yaml.YAMLError as error:
+                raise UsageError(f"override {override!r}: the value is not YAML") from error
+        elif isinstance(node, dict):
+            if node.get(index) is None:
+                node[index] = {}
+            node = node[index]
+        else:
+            node = node[index]
+
+
+def parse_job(tree: dict[str, Any], where: str = "job") -> JobConfig:
+    """Checks a tree of plain values.  Raises UsageError with one sentence."""
+    try:
+        return JobConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(_explain(error, where)) from error
+
+
+def load_job(path: str | Path, overrides: list[str] | None = None) -> JobConfig:
+    """Reads a job file.  Raises UsageError (exit status 2) with one sentence for anything wrong in it."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: expected a job file, {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: expected a mapping with cache, teacher and corpora, found {type(tree).__name__}")
+    for override in overrides or []:
+        apply_override(tree, override)
+    return parse_job(tree, str(path))
+
+
+def canonical_json(value: Any) -> str:
+    """One spelling per value, for digests."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

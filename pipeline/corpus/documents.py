@@ -1,0 +1,203 @@
+"""Raw documents → documents that may be tokenised, or a reason why not.  Every drop has one short reason."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import CorpusConfig, FiltersConfig, canonical_json
+from pipeline.corpus.readers import RawDocument
+
+
+class Dropped(Exception):
+    """A document is left out.  `reason` is a slug that commits and `status` count."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Document:
+    """One document before tokenisation.  `kind` says which of text, messages and input_ids is set."""
+
+    doc_id: str
+    ordinal: int
+    source: str
+    split: str
+    kind: str
+    content_hash: bytes
+    text: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Any] | None = None
+    input_ids: np.ndarray | None = None
+    given_mask: np.ndarray | None = None
+    continuation: str | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+# C0 controls other than tab, newline, carriage return and form feed; DEL; C1 controls
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]")
+
+
+def _text_value(value: Any, name: str, filters: FiltersConfig) -> str:
+    if value is None:
+        raise Dropped("missing_field", name)
+    if not isinstance(value, str):
+        raise Dropped("wrong_type", f"{name} is {type(value).__name__}, expected a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # JSON may spell half of a surrogate pair
+        if filters.invalid_utf8 == "drop":
+            raise Dropped("invalid_utf8", name) from None
+        value = value.encode("utf-8", "replace").decode("utf-8")
+    if filters.control_characters != "keep" and _CONTROLS.search(value):
+        if filters.control_characters == "drop":
+            raise Dropped("control_characters", name)
+        value = _CONTROLS.sub("", value)
+    return value
+
+
+def _check_text(text: str, filters: FiltersConfig) -> None:
+    if not text:
+        raise Dropped("empty")
+    if filters.blank == "drop" and not text.strip():
+        raise Dropped("blank")
+    if len(text) < filters.min_chars:
+        raise Dropped("too_short")
+    if filters.max_chars is not None and len(text) > filters.max_chars:
+        raise Dropped("too_long")
+
+
+def _messages_value(value: Any, name: str, filters: FiltersConfig) -> list[dict[str, Any]]:
+    if value is None:
+        raise Dropped("missing_field", name)
+    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+        raise Dropped("wrong_type", f"{name} should be a list of messages with a role")
+    if not value:
+        raise Dropped("empty")
+    messages = []
+    for message in value:
+        # a Parquet struct column fills the fields a message lacks with nulls
+        message = {k: v for k, v in message.items() if v is not None or k == "content"}
+        content = message.get("content")
+        if isinstance(content, str):
+            message["content"] = _text_value(content, "content", filters)
+        elif content is None:
+            message["content"] = ""
+        elif not isinstance(content, list):
+            raise Dropped("wrong_type", "content should be a string or a list of parts")
+        messages.append(message)
+    return messages
+
+
+def _ids_value(value: Any, name: str) -> np.ndarray:
+    if value is None:
+        raise Dropped("missing_field", name)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise Dropped("wrong_type", name) from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise Dropped("wrong_type", f"{name} should be a list of integers")
+    if not array.size:
+        raise Dropped("empty")
+    if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
+        raise Dropped("id_out_of_range", name)
+    return array.astype(np.int32)
+
+
+def fraction_of(content_hash: bytes, salt: str) -> float:
+    """A number in [0, 1) that depends on the content and the salt alone."""
+    return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=salt.encode()[:64]).digest(), "big") / 2**64
+
+
+def choose_split(corpus: CorpusConfig, content_hash: bytes) -> str:
+    """Split of a document: fixed, or by hash of its content, decided before windowing."""
+    if corpus.splits is None:
+        return corpus.split
+    point, edge = fraction_of(content_hash, "split"), 0.0
+    for name, share in corpus.splits.items():
+        edge += share
+        if point < edge:
+            return name
+    return list(corpus.splits)[-1]
+
+
+def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, input_digest: str) -> Document:
+    """Takes the fields out of a raw document and applies the filters that need no tokens.  Raises Dropped."""
+    if raw.problem is not None or raw.value is None:
+        raise Dropped(raw.problem or "wrong_type")
+    value, fields = raw.value, corpus.fields
+    kind = fields.kind
+    text, messages, ids, mask, tools, continuation = "", [], None, None, None, None
+    if kind in ("text", "prompt"):
+        name = fields.text_column if kind == "text" else str(fields.prompt)
+        text = _text_value(value.get(name), name, filters)
+        _check_text(text, filters)
+        hashed = text.encode()
+        if fields.continuation is not None:
+            continuation = _text_value(value.get(fields.continuation), fields.continuation, filters)
+            if not continuation:
+                raise Dropped("empty_continuation")
+            hashed += b"\0" + continuation.encode()
+    elif kind == "messages":
+        messages = _messages_value(value.get(str(fields.messages)), str(fields.messages), filters)
+        tools = value.get(fields.tools) if fields.tools else None
+        try:
+            hashed = canonical_json([messages, tools]).encode()
+        except (TypeError, ValueError):
+            raise Dropped("wrong_type", "messages hold values that JSON cannot") from None
+    else:
+        ids = _ids_value(value.get(str(fields.input_ids)), str(fields.input_ids))
+        hashed = ids.tobytes()
+        if fields.loss_mask is not None:
+            given = value.get(fields.loss_mask)
+            mask = None if given is None else np.asarray(given)
+            if mask is None or mask.shape != ids.shape:
+                raise Dropped("wrong_type", "loss_mask needs one value per token")
+            mask = mask.astype(bool)
+    content_hash = hashlib.blake2b(hashed, digest_size=16).digest()
+    if filters.sample < 1.0 and fraction_of(content_hash, f"sample{filters.sample_seed}") >= filters.sample:
+        raise Dropped("sampled_out")
+    return Document(
+        doc_id=_doc_id(value, corpus, filters, content_hash, input_digest, raw.ordinal),
+        ordinal=raw.ordinal,
+        source=corpus.source,
+        split=choose_split(corpus, content_hash),
+        kind=kind,
+        content_hash=content_hash,
+        text=text,
+        messages=messages,
+        tools=tools,
+        input_ids=ids,
+        given_mask=mask,
+        continuation=continuation,
+        meta={name: value.get(name) for name in corpus.meta},
+    )
+
+
+def _doc_id(
+    value: dict[str, Any],
+    corpus: CorpusConfig,
+    filters: FiltersConfig,
+    content_hash: bytes,
+    input_digest: str,
+    ordinal: int,
+) -> str:
+    """The corpus's own id, or the content's hash; the place is added unless equal documents are dropped anyway."""
+    if corpus.fields.id is not None:
+        given = value.get(corpus.fields.id)
+        if given is None or given == "":
+            raise Dropped("missing_field", corpus.fields.id)
+        if not isinstance(given, (str, int)) or isinstance(given, bool):
+            raise Dropped("wrong_type", f"{corpus.fields.id} should be a string or an integer")
+        return str(given)
+    if filters.dedup == "corpus":
+        return content_hash.hex()
+    place = hashlib.blake2b(f"{input_digest}:{ordinal}".encode(), digest_size=6).hexdigest()
+    return f"{content_hash.hex()}-{place}"

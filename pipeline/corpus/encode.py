@@ -1,0 +1,243 @@
+"""Documents → windows of token ids with row positions and loss masks: exactly what the teacher will see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import JobConfig
+from pipeline.corpus.documents import Document, Dropped
+from pipeline.corpus.templates import assistant_spans, make_renderer
+from pipeline.corpus.windows import resolved, spans
+from teachercache.errors import UsageError
+
+
+@dataclass(slots=True)
+class Window:
+    """One input of the teacher.
+
+    input_ids int32 [n]; row_pos int32 [r], ascending; loss_mask bool [r], about the token at row_pos + 1.
+    start: offset of the first token in the document, an added BOS not counted.
+    """
+
+    doc_id: str
+    window: int
+    start: int
+    source: str
+    split: str
+    input_ids: np.ndarray
+    row_pos: np.ndarray
+    loss_mask: np.ndarray
+    ordinal: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Tokens:
+    """A whole document in tokens: ids int32 [n] without an added BOS; learn bool [n], per token."""
+
+    ids: np.ndarray
+    learn: np.ndarray
+    bos: bool
+
+
+class Encoder:
+    """Tokenises documents of one job.  Thread-safe for reading; the Rust tokenizer releases the GIL."""
+
+    def __init__(self, job: JobConfig, model_path: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.job = job
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(model_path), trust_remote_code=job.teacher.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UsageError(f"{model_path}: expected a folder with a tokenizer, {reason}") from error
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise UsageError(f"{model_path}: expected a fast tokenizer (tokenizer.json), found a slow one")
+        self.backend = self.tokenizer.backend_tokenizer
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.bos_id: int | None = self.tokenizer.bos_token_id
+        self.eos_id: int | None = self.tokenizer.eos_token_id
+        self.special_tokens = [str(t) for t in self.tokenizer.all_special_tokens]
+        self.special_tokens += [
+            t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special and t.content
+        ]
+        self.add_bos = self._decide_bos()
+        if job.recipe.eos and self.eos_id is None:
+            raise UsageError(f"{model_path}: recipe.eos is true but the tokenizer has no EOS token; set recipe.eos=false")
+        chat = job.recipe.chat
+        try:
+            template = None if chat.template is None else Path(chat.template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"recipe.chat.template {chat.template}: {error.strerror}") from error
+        self.render = make_renderer(self.tokenizer, template, chat.template_args)
+        if any(c.fields.kind == "messages" for c in job.corpora) and not (template or self.tokenizer.chat_template):
+            raise UsageError(f"{model_path}: the tokenizer has no chat template; set recipe.chat.template")
+        try:
+            resolved(job.recipe.windows, job.window_size)
+        except ValueError as error:
+            raise UsageError(f"recipe.windows: {error}") from error
+
+    def _decide_bos(self) -> bool:
+        choice = self.job.recipe.bos
+        if choice == "never":
+            return False
+        if choice == "always":
+            if self.bos_id is None:
+                raise UsageError("recipe.bos is always, but the tokenizer has no BOS token; set recipe.bos=never")
+            return True
+        probe = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        return self.bos_id is not None and len(probe) > 0 and probe[0] == self.bos_id
+
+    # -- text → tokens -------------------------------------------------------------------------------------------
+
+    def _plain(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of raw texts, no special tokens added."""
+        self.backend.encode_special_tokens = self.job.recipe.special_text == "as_text"
+        return [np.asarray(e.ids, dtype=np.int32) for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def tokens(self, documents: Sequence[Document]) -> list[Tokens | Dropped]:
+        """Tokens of documents; a document that cannot be used gives its Dropped in the place."""
+        texts = [d.text for d in documents if d.kind in ("text", "prompt")]
+        continuations = [d.continuation for d in documents if d.continuation is not None]
+        encoded = iter(self._plain([*texts, *continuations]))
+        first = [next(encoded) for _ in texts]
+        second = list(encoded)
+        plain, after = iter(first), iter(second)
+        result: list[Tokens | Dropped] = []
+        for document in documents:
+            try:
+                if document.kind in ("text", "prompt"):
+                    ids = next(plain)
+                    tail = None if document.continuation is None else next(after)
+                    result.append(self._text_tokens(document, ids, tail))
+                elif document.kind == "messages":
+                    result.append(self._chat_tokens(document))
+                else:
+                    result.append(self._given_tokens(document))
+            except Dropped as drop:
+                result.append(drop)
+        return result
+
+    def _text_tokens(self, document: Document, ids: np.ndarray, continuation: np.ndarray | None) -> Tokens:
+        if not ids.size:
+            raise Dropped("empty")
+        learn = np.ones(ids.size, dtype=bool)
+        if continuation is not None:
+            if not continuation.size:
+                raise Dropped("empty_continuation")
+            learn[:] = False
+            ids = np.concatenate([ids, continuation])
+            learn = np.concatenate([learn, np.ones(continuation.size, dtype=bool)])
+        bos = self._leading_bos(ids)
+        ids, learn = ids[bos:], learn[bos:]
+        if self.job.recipe.eos and document.kind == "text" and ids.size and ids[-1] != self.eos_id:
+            ids = np.append(ids, np.int32(self.eos_id))
+            learn = np.append(learn, True)
+        return Tokens(ids, learn, self.add_bos)
+
+    def _leading_bos(self, ids: np.ndarray) -> int:
+        """How many BOS tokens stand in front already: BOS must come exactly once."""
+        if not self.add_bos:
+            return 0
+        others = np.flatnonzero(ids != self.bos_id)
+        return int(others[0]) if others.size else ids.size - 1
+
+    def _chat_tokens(self, document: Document) -> Tokens:
+        chat = self.job.recipe.chat
+        messages = document.messages
+        if chat.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": chat.system}, *messages]
+        if chat.mask == "assistant":
+            text, parts = assistant_spans(messages, self.render, self.special_tokens, document.tools)
+        else:
+            text, parts = self.render(messages, tools=document.tools), []
+        self.backend.encode_special_tokens = False
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ids = np.asarray(encoding.ids, dtype=np.int32)
+        if not ids.size:
+            raise Dropped("empty")
+        if chat.mask == "all":
+            learn = np.ones(ids.size, dtype=bool)
+        else:
+            learn = mask_of_spans(np.asarray(encoding.offsets, dtype=np.int64), parts)
+            if not learn.any():
+                raise Dropped("mask_all_false", "no token is the assistant's")
+        # `auto` leaves the BOS to the template; one that it writes is counted as the added one
+        bos = self._leading_bos(ids)
+        return Tokens(ids[bos:], learn[bos:], bos > 0 or self.job.recipe.bos == "always")
+
+    def _given_tokens(self, document: Document) -> Tokens:
+        ids = document.input_ids
+        assert ids is not None
+        if int(ids.max()) >= self.vocab_size:
+            raise Dropped("id_out_of_range", f"id {int(ids.max())} ≥ vocabulary {self.vocab_size}")
+        learn = np.ones(ids.size, dtype=bool) if document.given_mask is None else document.given_mask
+        if not learn.any():
+            raise Dropped("mask_all_false")
+        return Tokens(ids, learn, False)  # given ids are taken as they are: the corpus decides about BOS and EOS
+
+    @property
+    def vocab_size(self) -> int:
+        """Real size: largest id of the tokenizer + 1, added tokens included."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    # -- tokens → windows ----------------------------------------------------------------------------------------
+
+    def windows(self, document: Document, tokens: Tokens) -> Iterator[Window]:
+        """Windows of a document.  Raises Dropped for too few or too many tokens."""
+        filters, recipe = self.job.recipe.filters, self.job.recipe
+        length = int(tokens.ids.size)
+        if length < filters.min_tokens:
+            raise Dropped("too_few_tokens")
+        if filters.max_tokens is not None and length > filters.max_tokens:
+            raise Dropped("too_many_tokens")
+        masked = recipe.chat.rows == "masked"
+        for span in spans(length, self.job.window_size, recipe.windows, int(tokens.bos)):
+            own_bos = tokens.bos and (span.index == 0 or recipe.windows.bos_every_window)
+            ids = tokens.ids[span.start : span.stop]
+            shift = 0
+            if own_bos:
+                ids, shift = np.concatenate([np.asarray([self.bos_id], dtype=np.int32), ids]), 1
+            # the row at an added BOS predicts the first token: it exists once, in the first window
+            first = span.first_row - span.start + (shift if span.index > 0 else 0)
+            row_pos = np.arange(first, ids.size, dtype=np.int32)
+            # row at position p of the document is about token p + 1; nothing follows the last one
+            following = row_pos.astype(np.int64) + 1 - shift + span.start
+            loss_mask = np.zeros(row_pos.size, dtype=bool)
+            inside = following < length
+            loss_mask[inside] = tokens.learn[following[inside]]
+            if row_pos.size:
+                loss_mask[-1] = False  # the token that follows is not in this input
+            if masked:
+                row_pos, loss_mask = row_pos[loss_mask], loss_mask[loss_mask]
+                if not row_pos.size:
+                    continue
+            yield Window(
+                doc_id=document.doc_id,
+                window=span.index,
+                start=span.start,
+                source=document.source,
+                split=document.split,
+                input_ids=np.ascontiguousarray(ids, dtype=np.int32),
+                row_pos=row_pos,
+                loss_mask=loss_mask,
+                ordinal=document.ordinal,
+                meta=document.meta,
+            )
+
+
+def mask_of_spans(offsets: np.ndarray, parts: Sequence[tuple[int, int]]) -> np.ndarray:
+    """bool [n]: tokens whose characters lie wholly inside one of the spans.  offsets int64 [n, 2]."""
+    learn = np.zeros(len(offsets), dtype=bool)
+    for start, end in parts:
+        learn |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
+    return learn

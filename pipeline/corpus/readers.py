@@ -1,0 +1,232 @@
+"""Raw documents of a range of an input file, one at a time, memory bounded by the largest document allowed.
+
+A range of a line file owns the lines that *start* inside it, so any cut of a file into ranges gives each line once,
+without an index.  Compressed files have no seek points and are read as one range.  Parquet ranges are rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any, Literal
+
+from pipeline.config import CorpusConfig
+from pipeline.corpus.inputs import open_binary
+from teachercache.errors import TeacherCacheError, UsageError
+
+MAX_DOCUMENT_BYTES = 64 << 20
+
+Unit = Literal["bytes", "rows", "file"]
+
+
+class InputDamaged(TeacherCacheError):
+    """An input file cannot be read to its end; says which file and the last good document."""
+
+    code = "TC-E301"
+
+    def __init__(self, url: str, last_good: int | None, documents: int, cause: str) -> None:
+        at = "no document was readable" if last_good is None else f"last good document at offset {last_good}"
+        super().__init__(
+            f"{url}: the file is damaged or cut short ({cause}); {documents} documents were readable, {at};"
+            " replace the file, or set run.on_truncated=keep to cache what is readable"
+        )
+        self.url, self.last_good, self.documents = url, last_good, documents
+
+
+@dataclass(slots=True)
+class RawDocument:
+    """What stands in the file: `ordinal` is a byte offset (lines) or a row number; or a problem's reason."""
+
+    ordinal: int
+    value: dict[str, Any] | None
+    problem: str | None = None
+
+
+def file_format(url: str, corpus: CorpusConfig) -> tuple[str, str]:
+    """(format, compression) of a file, by the job file or the file's name."""
+    name = url.lower()
+    compression: str | None = corpus.compression
+    stem = name
+    for suffix, kind in ((".gz", "gzip"), (".zst", "zstd"), (".zstd", "zstd")):
+        if name.endswith(suffix):
+            stem = name[: -len(suffix)]
+            compression = compression or kind
+    compression = compression or "none"
+    if corpus.format is not None:
+        return corpus.format, compression
+    for suffix, kind in (
+        (".jsonl", "jsonl"),
+        (".ndjson", "jsonl"),
+        (".json", "jsonl"),
+        (".parquet", "parquet"),
+        (".txt", "text"),
+        (".text", "text"),
+        (".md", "text"),
+        (".rst", "text"),
+        (".py", "text"),
+    ):
+        if stem.endswith(suffix):
+            return kind, compression
+    raise UsageError(f"{url}: cannot tell the format from the name; set format: jsonl, parquet or text in the corpus")
+
+
+def unit_of(url: str, corpus: CorpusConfig) -> Unit:
+    """How a file is cut into ranges."""
+    kind, compression = file_format(url, corpus)
+    if kind == "parquet":
+        return "rows"
+    if compression != "none" or (kind == "text" and corpus.text_unit == "file"):
+        return "file"
+    return "bytes"
+
+
+@contextlib.contextmanager
+def _decompressed(url: str, compression: str) -> Iterator[IO[bytes]]:
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(open_binary(url))
+        if compression == "gzip":
+            import gzip
+
+            yield stack.enter_context(gzip.GzipFile(fileobj=raw))  # type: ignore[misc]
+        elif compression == "zstd":
+            import pyarrow as pa
+
+            # pyarrow's stream reports a cut frame as an error; zstandard's reader ends quietly there.
+            yield io.BufferedReader(stack.enter_context(pa.CompressedInputStream(raw, "zstd")), 1 << 20)
+        else:
+            yield raw
+
+
+def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
+    """(offset, line without its end) of lines that start in [start, stop); None for a line beyond the limit."""
+    position = start
+    if start > 0:
+        handle.seek(start - 1)
+        position = start - 1
+        while True:  # the line that holds byte start-1 belongs to the range before
+            rest = handle.readline(MAX_DOCUMENT_BYTES)
+            position += len(rest)
+            if not rest or rest.endswith(b"\n"):
+                break
+    while stop is None or position < stop:
+        line = handle.readline(MAX_DOCUMENT_BYTES)
+        if not line:
+            return
+        offset, position = position, position + len(line)
+        if len(line) >= MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = handle.readline(MAX_DOCUMENT_BYTES)
+                position += len(line)
+            yield offset, None
+        else:
+            yield offset, line.rstrip(b"\r\n")
+
+
+def _decode(data: bytes, policy: str) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data.decode("utf-8", "replace") if policy == "replace" else None
+
+
+def _parse_line(offset: int, line: bytes | None, kind: str, text_column: str, utf8: str) -> RawDocument | None:
+    if line is None:
+        return RawDocument(offset, None, "oversized")
+    text = _decode(line, utf8)
+    if text is None:
+        return RawDocument(offset, None, "invalid_utf8")
+    if kind == "text":
+        return RawDocument(offset, {text_column: text})
+    if not text.strip():
+        return RawDocument(offset, None, "empty_line") if text else None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return RawDocument(offset, None, "invalid_json")
+    if not isinstance(value, dict):
+        return RawDocument(offset, None, "wrong_type")
+    return RawDocument(offset, value)
+
+
+def read_documents(
+    url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, utf8: str = "drop"
+) -> Iterator[RawDocument]:
+    """Documents of one range.  Raises InputDamaged when the file ends early or cannot be decoded any further."""
+    kind, compression = file_format(url, corpus)
+    if kind == "parquet":
+        yield from _read_parquet(url, corpus, start, stop)
+        return
+    last_good: int | None = None
+    count = 0
+    try:
+        with _decompressed(url, compression) as handle:
+            if kind == "text" and corpus.text_unit == "file":
+                data = handle.read(MAX_DOCUMENT_BYTES + 1)
+                yield _whole_file(data, corpus, utf8)
+                return
+            for offset, line in _lines(handle, start, stop if unit == "bytes" else None):
+                document = _parse_line(offset, line, kind, corpus.fields.text_column, utf8)
+                if document is not None:
+                    yield document
+                    last_good, count = offset, count + 1
+    except (EOFError, OSError, ValueError) as error:
+        # gzip raises EOFError on a cut file and BadGzipFile (an OSError) or zlib.error on damage
+        if compression == "none":
+            raise
+        raise InputDamaged(url, last_good, count, " ".join(str(error).split())) from error
+    except Exception as error:
+        if type(error).__module__ in ("zlib", "pyarrow.lib"):
+            raise InputDamaged(url, last_good, count, " ".join(str(error).split())) from error
+        raise
+
+
+def _whole_file(data: bytes, corpus: CorpusConfig, utf8: str) -> RawDocument:
+    if len(data) > MAX_DOCUMENT_BYTES:
+        return RawDocument(0, None, "oversized")
+    text = _decode(data, utf8)
+    if text is None:
+        return RawDocument(0, None, "invalid_utf8")
+    return RawDocument(0, {corpus.fields.text_column: text})
+
+
+def wanted_columns(corpus: CorpusConfig) -> list[str]:
+    """Columns that a Parquet reader needs."""
+    fields = corpus.fields
+    named = [fields.text_column if fields.kind == "text" else None, fields.messages, fields.input_ids, fields.prompt]
+    named += [fields.id, fields.loss_mask, fields.tools, fields.continuation, *corpus.meta]
+    return list(dict.fromkeys(name for name in named if name is not None))
+
+
+def _read_parquet(url: str, corpus: CorpusConfig, start: int, stop: int) -> Iterator[RawDocument]:
+    import pyarrow.parquet as pq
+
+    with open_binary(url) as handle:
+        file = pq.ParquetFile(handle)
+        present = set(file.schema_arrow.names)
+        columns = [name for name in wanted_columns(corpus) if name in present]
+        first = 0
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if first + rows > start and first < stop:
+                row = first
+                for batch in file.iter_batches(batch_size=512, row_groups=[group], columns=columns):
+                    if row + batch.num_rows > start and row < stop:
+                        low, high = max(start - row, 0), min(stop - row, batch.num_rows)
+                        for index, value in enumerate(batch.slice(low, high - low).to_pylist()):
+                            yield RawDocument(row + low + index, value)
+                    row += batch.num_rows
+            first += rows
+
+
+def parquet_shape(url: str) -> tuple[int, int, list[str]]:
+    """(rows, uncompressed bytes, column names) from the footer alone."""
+    import pyarrow.parquet as pq
+
+    with open_binary(url) as handle:
+        file = pq.ParquetFile(handle)
+        meta = file.metadata
+        total = sum(meta.row_group(g).total_byte_size for g in range(meta.num_row_groups))
+        return meta.num_rows, total, list(file.schema_arrow.names)

@@ -1,0 +1,115 @@
+"""Chat conversations → text and the character spans that the assistant wrote, for any template.
+
+Most stock templates mark nothing as the assistant's (no `{% generation %}`), and a mask that is all zero would train
+nothing.  So spans are found by rendering: the start of turn i is where the generation prompt after messages[:i]
+ends in the full text; its end is found by putting other content into turn i and seeing where the two texts meet
+again, then taking the end marker (the special token that follows) along.  Two renderings a turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeline.corpus.documents import Dropped
+
+# private-use characters: no template trims them, no conversation ends with them
+_SENTINEL = "\ue0f1other\ue0f2"
+
+Render = Callable[..., str]
+
+
+def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any]) -> Render:
+    """render(messages, tools=None, add_generation_prompt=False) → text, by the tokenizer's Jinja environment."""
+
+    def render(messages: Sequence[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools or None,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **arguments,
+            )
+        except Exception as error:  # jinja2 raises its own classes, templates raise through raise_exception()
+            raise Dropped("template_error", " ".join(str(error).split())[:200]) from error
+
+    return render
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """Length of the longest common prefix, by bisection over slices (no Python loop over characters)."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_suffix(a: str, b: str, limit: int) -> int:
+    """Length of the longest common suffix, at most `limit`."""
+    low, high = 0, min(len(a), len(b), limit)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[len(a) - middle : len(a) - low] == b[len(b) - middle : len(b) - low]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str] | None) -> int:
+    """End of the turn that begins at `start`, its end marker included; `other` has other content in that turn."""
+    # the suffix may not reach back into what stands before the turn
+    suffix = _common_suffix(full, other, len(full) - start)
+    end = len(full) - suffix
+    written = other.rfind(_SENTINEL) + len(_SENTINEL)
+    if written < len(_SENTINEL):
+        raise Dropped("template_drops_turn", "the template leaves an assistant turn out")
+    same_marker = written >= len(other) - suffix
+    if special is None:
+        return end
+    if not same_marker:
+        # the two turns end in different markers (a call and an answer): ours lies before the meeting point
+        for match in special.finditer(full, start):
+            if match.start() < end <= match.end():
+                return match.end()
+        return end
+    match = special.search(full, end)
+    return match.end() if match else end
+
+
+def assistant_spans(
+    messages: Sequence[dict[str, Any]], render: Render, special_tokens: Sequence[str], tools: Any = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation and the [start, end) character spans of the assistant's turns with end markers.
+
+    Raises Dropped("template_unstable") where the template renders the beginning of a conversation differently once
+    more messages follow, in a way that hides where a turn starts.
+    """
+    full = render(messages, tools=tools)
+    names = sorted((re.escape(t) for t in special_tokens if t), key=len, reverse=True)
+    special = re.compile("|".join(names)) if names else None
+    spans: list[tuple[int, int]] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:index], tools=tools, add_generation_prompt=True)
+        start = _common_prefix(full, before)
+        if start < len(before):
+            # a generation prompt may add text that a finished turn lacks (an empty thought); never less than a header
+            header = render(messages[:index], tools=tools)
+            if start <= _common_prefix(full, header):
+                raise Dropped("template_unstable", f"turn {index} does not start where its generation prompt ends")
+        replaced = [*messages[:index], {"role": "assistant", "content": _SENTINEL}, *messages[index + 1 :]]
+        end = _end_of_turn(full, start, render(replaced, tools=tools), special)
+        if spans and start < spans[-1][1]:
+            start = spans[-1][1]
+        if end > start:
+            spans.append((start, end))
+    return full, spans

@@ -1,0 +1,231 @@
+"""One thread owns the teacher; any number of shards score through it at a time, so that the engine never waits.
+
+    reader/tokeniser thread of each shard ──budget──▶ inbox ──▶ engine thread ──▶ results in input order ──▶ encoder
+
+Two bounds keep memory flat for documents of any length: the engine holds at most `max_inflight_tokens`, and a shard at
+most twice that between its reader and its consumer.  An input whose rows are broken (NaN: the whole forward pass may
+have been garbage) is scored once more while nothing else is inside, and only then given up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pipeline.corpus.encode import Window
+from pipeline.teachers.base import EngineDied, Scored, Teacher
+
+_WORTH_A_SECOND_TRY = {"nan", "inf", "zero_row", "column_zero", "no_rows", "unsorted"}
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    client: _Client
+    index: int
+    window: Window
+    alone: bool = False
+    tried_alone: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.window.input_ids)
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """One shard's view: what it fed and what came back.  Guarded by the loop's condition."""
+
+    budget: int
+    held: int = 0
+    fed: int = 0
+    results: dict[int, tuple[Window, Scored]] = field(default_factory=dict)
+    open_items: dict[int, _Item] = field(default_factory=dict)
+    exhausted: bool = False
+    closed: bool = False
+    error: BaseException | None = None  # of the source: raised after everything before it
+    died: EngineDied | None = None
+
+
+class EngineLoop:
+    """Starts the teacher in a thread of its own and scores windows for several shards."""
+
+    def __init__(self, start: Callable[[], Teacher], max_inflight_tokens: int) -> None:
+        self._start, self._max = start, max_inflight_tokens
+        self._cond = threading.Condition()
+        self._inbox: deque[_Item] = deque()
+        self._alone: deque[_Item] = deque()
+        self._inside: dict[int, _Item] = {}
+        self._clients: list[_Client] = []
+        self._serial = 0
+        self._stopping = False
+        self._dead: EngineDied | None = None
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self.teacher: Teacher
+        self.busy_s = 0.0  # the engine held at least one input
+        self.starved_s = 0.0  # shards were open, the engine empty
+        self.tokens = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    # -- the shard's side ----------------------------------------------------------------------------------------
+
+    def score(self, windows: Iterator[Window], alone: bool = False) -> Iterator[tuple[Window, Scored]]:
+        """Scores windows as they are read, yields them in their order.  `alone`: one at a time, nothing beside it.
+
+        Raises what the source raises (after the windows before it) and EngineDied, whose suspects are the ordinals
+        of this shard's documents that were inside.
+        """
+        client = _Client(budget=1 if alone else 2 * self._max)
+        with self._cond:
+            self._clients.append(client)
+        feeder = threading.Thread(target=self._feed, args=(client, windows, alone), name="reader", daemon=True)
+        feeder.start()
+        try:
+            index = 0
+            while True:
+                with self._cond:
+                    self._cond.wait_for(lambda: self._answer_ready(client, index))
+                    if index not in client.results:
+                        if client.died is not None:
+                            raise client.died
+                        if client.error is not None:
+                            raise client.error
+                        return
+                    window, scored = client.results.pop(index)
+                    client.held -= len(window.input_ids)
+                    self._cond.notify_all()
+                yield window, scored
+                index += 1
+        finally:
+            with self._cond:
+                client.closed = True
+                self._inbox = deque(i for i in self._inbox if i.client is not client)
+                self._clients.remove(client)
+                self._cond.notify_all()
+            feeder.join(timeout=60)
+
+    def _answer_ready(self, client: _Client, index: int) -> bool:
+        return index in client.results or client.died is not None or (client.exhausted and index >= client.fed)
+
+    def _feed(self, client: _Client, windows: Iterator[Window], alone: bool) -> None:
+        try:
+            for window in windows:
+                size = len(window.input_ids)
+                with self._cond:
+                    self._cond.wait_for(
+                        lambda size=size: client.closed
+                        or client.died is not None
+                        or client.held == 0
+                        or client.held + size <= client.budget
+                    )
+                    if client.closed or client.died is not None:
+                        return
+                    item = _Item(client, client.fed, window, alone=alone, tried_alone=alone)
+                    client.fed += 1
+                    client.held += size
+                    client.open_items[item.index] = item
+                    (self._alone if alone else self._inbox).append(item)
+                    self._cond.notify_all()
+        except BaseException as error:
+            client.error = error
+        finally:
+            with self._cond:
+                client.exhausted = True
+                self._cond.notify_all()
+
+    # -- the engine's side ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.teacher = self._start()
+        except BaseException as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        try:
+            while self._step():
+                pass
+        except EngineDied as error:
+            self._bury(error)
+        except BaseException as error:  # whatever the engine raises, its state is unknown
+            self._bury(EngineDied(f"{type(error).__name__}: {error}"))
+
+    def _step(self) -> bool:
+        with self._cond:
+            waited = time.monotonic()
+            self._cond.wait_for(lambda: self._inbox or self._alone or self._inside or self._stopping)
+            if self._clients and not self._stopping:
+                self.starved_s += time.monotonic() - waited
+            if self._stopping:
+                return False
+            ready = self._take()
+        began = time.monotonic()
+        for item in ready:
+            self._serial += 1
+            self._inside[self._serial] = item
+            self.teacher.submit(self._serial, item.window.input_ids, item.window.row_pos)
+        done = self.teacher.collect()
+        self.busy_s += time.monotonic() - began
+        if done:
+            with self._cond:
+                for scored in done:
+                    self._deliver(scored)
+                self._cond.notify_all()
+        return True
+
+    def _take(self) -> list[_Item]:
+        """Items that may enter now; one that must be alone waits until the engine is empty."""
+        if self._alone and not self._inside:
+            return [self._alone.popleft()]
+        if self._alone or any(item.alone for item in self._inside.values()):
+            return []
+        held = sum(item.tokens for item in self._inside.values())
+        ready: list[_Item] = []
+        while self._inbox and (not (self._inside or ready) or held + self._inbox[0].tokens <= self._max):
+            item = self._inbox.popleft()
+            held += item.tokens
+            ready.append(item)
+        return ready
+
+    def _deliver(self, scored: Scored) -> None:
+        item = self._inside.pop(scored.key)
+        self.tokens += item.tokens
+        if scored.error is not None and scored.error.reason in _WORTH_A_SECOND_TRY and not item.tried_alone:
+            item.alone = item.tried_alone = True
+            self._alone.append(item)
+            return
+        item.client.open_items.pop(item.index, None)
+        if not item.client.closed:
+            item.client.results[item.index] = (item.window, scored)
+
+    def _bury(self, error: EngineDied) -> None:
+        """Tells every shard that the engine is gone and which of its documents were inside."""
+        inside = set(map(id, self._inside.values()))
+        with self._cond:
+            self._dead = error
+            for client in self._clients:
+                suspects = sorted({i.window.ordinal for i in client.open_items.values() if id(i) in inside})
+                client.died = EngineDied(str(error), suspects)
+            self._cond.notify_all()
+
+    @property
+    def dead(self) -> bool:
+        return self._dead is not None
+
+    def stop(self) -> None:
+        """Ends the thread and frees the teacher."""
+        with self._cond:
+            self._stopping = True
+            self._cond.notify_all()
+        self._thread.join(timeout=30)
+        if hasattr(self, "teacher"):
+            self.teacher.close()
+

@@ -1,0 +1,259 @@
+"""The plan: which ranges of which input files are shards.  Deterministic, made without a teacher or a cluster.
+
+A shard's id is a hash of (input file's digest, range, row recipe), so the same input is the same shard whatever else
+the corpus holds: adding a file adds shards, changing the number of actors changes nothing.  The cut of a file depends
+on that file and the recipe alone.  Token counts come from a sample of each file and are called estimates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import CorpusConfig, JobConfig, canonical_json
+from pipeline.corpus.documents import Dropped, extract
+from pipeline.corpus.encode import Encoder
+from pipeline.corpus.inputs import InputFile, expand, fingerprint_all, open_binary
+from pipeline.corpus.readers import file_format, parquet_shape, read_documents, unit_of
+from pipeline.corpus.readers import wanted_columns as parquet_columns
+from teachercache import Plan, PlanShard
+from teachercache.document import utc_now
+from teachercache.errors import UsageError
+
+RECIPE_VERSION = 1  # raise when the code makes other rows from the same recipe: every shard then gets another id
+SAMPLE_BYTES = 32 << 10
+LARGE_WHOLE_FILE = 256 << 20
+
+
+@dataclass(slots=True)
+class Density:
+    """What a sample of a file says: documents and tokens per byte of text (or per row), and drops by reason."""
+
+    documents: int = 0
+    tokens: int = 0
+    rows: int = 0
+    units: int = 0  # bytes or rows that were looked at
+    drops: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class SourceEstimate:
+    """One line of the plan's preview; every number but files, bytes and shards is an estimate from samples."""
+
+    source: str
+    files: int = 0
+    bytes: int = 0
+    shards: int = 0
+    documents: float = 0.0
+    tokens: float = 0.0
+    rows: float = 0.0
+    drops: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Planned:
+    """A plan with what a person wants to know before paying for it."""
+
+    plan: Plan
+    estimates: list[SourceEstimate]
+    warnings: list[str]
+
+
+def recipe_of(job: JobConfig, corpus: CorpusConfig) -> dict[str, Any]:
+    """Everything that turns this corpus's bytes into rows, with defaults resolved."""
+    recipe = job.recipe.model_dump(mode="json")
+    recipe["windows"]["size"] = job.window_size
+    if job.recipe.chat.template is not None:
+        recipe["chat"]["template"] = hashlib.sha256(Path(job.recipe.chat.template).read_bytes()).hexdigest()
+    if corpus.fields.kind != "messages":
+        recipe.pop("chat")
+    if job.recipe.mode != "generate":
+        recipe.pop("generate")
+    return {
+        "version": RECIPE_VERSION,
+        "recipe": recipe,
+        "corpus": corpus.model_dump(mode="json", exclude={"files"}),
+    }
+
+
+def recipe_digest(job: JobConfig, corpus: CorpusConfig) -> str:
+    return hashlib.sha256(canonical_json(recipe_of(job, corpus)).encode()).hexdigest()
+
+
+def shard_id(input_digest: str, start: int, stop: int, unit: str, recipe: str) -> str:
+    """32 hex digits of sha256(input digest, range, recipe digest)."""
+    return hashlib.sha256(f"{input_digest}\n{unit}:{start}:{stop}\n{recipe}".encode()).hexdigest()[:32]
+
+
+def cut(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Equal ranges of about `size` that cover [0, total)."""
+    count = max(1, round(total / size))
+    edges = [total * i // count for i in range(count + 1)]
+    yield from ((a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a)
+
+
+def _inflation(url: str, compression: str, size: int) -> float:
+    """Bytes of text per byte of file, from the beginning of the file."""
+    if compression == "none" or not size:
+        return 1.0
+    with open_binary(url) as handle:
+        head = handle.read(1 << 18)
+    try:
+        if compression == "gzip":
+            plain = len(zlib.decompressobj(31).decompress(head))
+        else:
+            import zstandard
+
+            plain = len(zstandard.ZstdDecompressor().decompressobj().decompress(head))
+    except Exception:  # a damaged file is the shard's business, which names it; here 4 is a fair guess
+        return 4.0
+    return max(1.0, plain / len(head))
+
+
+def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encoder: Encoder, rows: int = 0) -> Density:
+    """Reads the beginning of a file as a shard would and counts.  `rows` > 0: a Parquet file of so many rows."""
+    density = Density()
+    unit = unit_of(file.url, corpus)
+    filters = job.recipe.filters
+    documents = []
+    limit = min(rows, 64) if unit == "rows" else SAMPLE_BYTES
+    last = 0
+    try:
+        for raw in read_documents(file.url, corpus, 0, limit, unit, filters.invalid_utf8):
+            if unit == "file" and raw.ordinal > limit:
+                break
+            last = raw.ordinal
+            try:
+                documents.append(extract(raw, corpus, filters, file.digest))
+            except Dropped as drop:
+                density.drops[drop.reason] += 1
+    except Exception as error:  # damaged input is reported by its shard, with the file and the last good document
+        density.drops[f"unreadable ({type(error).__name__})"] += 1
+    for document in documents:
+        document.text = document.text[: 4 * SAMPLE_BYTES]
+    longest = 0
+    for document, tokens in zip(documents, encoder.tokens(documents), strict=True):
+        if isinstance(tokens, Dropped):
+            density.drops[tokens.reason] += 1
+            continue
+        density.documents += 1
+        longest = max(longest, len(document.text.encode()))
+        try:
+            for window in encoder.windows(document, tokens):
+                density.tokens += len(window.input_ids)
+                density.rows += len(window.row_pos)
+        except Dropped as drop:
+            density.drops[drop.reason] += 1
+    if unit == "rows":
+        density.units = max(limit, 1)
+    elif corpus.text_unit == "file" and file_format(file.url, corpus)[0] == "text":
+        density.units = max(longest, 1)
+    else:
+        density.units = max(last, min(limit, max(file.size, 1))) if unit == "bytes" else max(last, longest, 1)
+    return density
+
+
+def _shards_of(
+    file: InputFile, corpus: CorpusConfig, job: JobConfig, encoder: Encoder, digest: str
+) -> tuple[list[PlanShard], SourceEstimate, list[str]]:
+    """Shards of one input file, its estimate, and warnings."""
+    unit, warnings = unit_of(file.url, corpus), []
+    kind, compression = file_format(file.url, corpus)
+    total, parquet_rows, bytes_per_unit = file.size, 0, 1.0
+    if unit == "rows":
+        try:
+            parquet_rows, plain, columns = parquet_shape(file.url)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file.url}: not a readable Parquet file: {str(error).splitlines()[0]}") from error
+        missing = [c for c in parquet_columns(corpus) if c not in columns]
+        if missing:
+            raise UsageError(f"{file.url}: expected columns {missing}, found {columns}; check `fields` and `meta`")
+        total, bytes_per_unit = parquet_rows, plain / max(parquet_rows, 1)
+    density = sample_density(file, corpus, job, encoder, parquet_rows)
+    text_units = total * (_inflation(file.url, compression, file.size) if unit == "file" else 1.0)
+    per_unit = density.tokens / density.units if density.units else 0.0
+    estimate = SourceEstimate(
+        corpus.source,
+        files=1,
+        bytes=file.size,
+        documents=density.documents / density.units * text_units if density.units else 0,
+        tokens=per_unit * text_units,
+        rows=density.rows / density.units * text_units if density.units else 0,
+        drops=Counter({k: round(v / density.units * text_units) or 1 for k, v in density.drops.items()}),
+    )
+    if kind == "text" and corpus.text_unit == "file":
+        estimate.documents = float(density.documents)
+    if unit == "file":
+        ranges = [(0, total)] if total else []
+        if total > LARGE_WHOLE_FILE and compression != "none":
+            warnings.append(f"{file.url}: {total / 2**20:.0f} MiB without seek points is one shard; split it to share it")
+    else:
+        if job.run.shard_bytes is not None:
+            size = job.run.shard_bytes / bytes_per_unit
+        else:
+            size = job.run.shard_tokens / per_unit if per_unit else float(max(total, 1))
+        ranges = list(cut(total, max(1, int(size))))
+    shards = [
+        PlanShard(
+            shard_id=shard_id(file.digest, start, stop, unit, digest),
+            source=corpus.source,
+            input=file.url,
+            input_digest=file.digest,
+            start=start,
+            stop=stop,
+            unit=unit,
+            estimated_tokens=round(estimate.tokens * (stop - start) / total),
+        )
+        for start, stop in ranges
+    ]
+    estimate.shards = len(shards)
+    return shards, estimate, warnings
+
+
+def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, threads: int = 8) -> Planned:
+    """Plans a whole job.  Cost: one head (or local hash) and a sample of 32 KiB of every file."""
+    shards: list[PlanShard] = []
+    estimates: list[SourceEstimate] = []
+    warnings: list[str] = []
+    seen: dict[str, str] = {}
+    for index, corpus in enumerate(job.corpora):
+        digest = recipe_digest(job, corpus)
+        files = []
+        for file in fingerprint_all(expand(job.patterns(corpus))):
+            first = seen.setdefault(f"{file.digest}:{digest}", file.url)
+            if first != file.url:
+                warnings.append(f"{file.url} has the same content as {first}; it is cached once")
+                continue
+            if not file.size:
+                warnings.append(f"{file.url} is empty")
+                continue
+            files.append(file)
+        total = SourceEstimate(corpus.source)
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            made = pool.map(lambda file, c=corpus, d=digest: _shards_of(file, c, job, encoder, d), files)
+            for part, estimate, notes in made:
+                shards += [s.model_copy(update={"detail": {"corpus": index}}) for s in part]
+                warnings += notes
+                for name in ("files", "bytes", "shards", "documents", "tokens", "rows"):
+                    setattr(total, name, getattr(total, name) + getattr(estimate, name))
+                total.drops.update(estimate.drops)
+        estimates.append(total)
+    if not shards:
+        raise UsageError("the corpora hold no data: every input file is empty")
+    if job.recipe.filters.dedup == "corpus":
+        from pipeline.dedup import mark_duplicates
+
+        shards = mark_duplicates(job, shards)
+    stored = {
+        "corpora": [c.model_dump(mode="json") for c in job.corpora],
+        "recipe": job.recipe.model_dump(mode="json"),
+        "recipe_digests": [recipe_digest(job, c) for c in job.corpora],
+    }
+    plan = Plan(spec_digest=spec_digest, created=utc_now(), job=stored, shards=shards)
+    return Planned(plan, estimates, warnings)

@@ -1,0 +1,21 @@
+"""Teachers: one interface (base), the product (vllm), the reference (hf), and a stand-in without a model (noop)."""
+
+from __future__ import annotations
+
+from pipeline.config import TeacherConfig
+from pipeline.teachers.base import Teacher
+
+
+def start_teacher(config: TeacherConfig, model_path: str, vocab_size: int) -> Teacher:
+    """Starts the teacher that the job file asks for.  `model_path` is a local folder, `vocab_size` the tokenizer's."""
+    if config.engine == "vllm":
+        from pipeline.teachers.vllm import VllmTeacher
+
+        return VllmTeacher(config, model_path, vocab_size)
+    if config.engine == "hf":
+        from pipeline.teachers.hf import HfTeacher
+
+        return HfTeacher(config, model_path, vocab_size)
+    from pipeline.teachers.noop import NoopTeacher
+
+    return NoopTeacher(config, vocab_size)

@@ -1,0 +1,160 @@
+"""What every teacher does: inputs are submitted, rows are collected as they finish; and the checks on every input.
+
+The interface is asynchronous in the plainest way, because an engine with continuous batching is only fast while
+inputs wait inside it: `submit` never blocks, `collect` is one step of the engine, and more may be submitted between.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import GenerateConfig
+from teachercache.errors import TeacherCacheError
+from teachercache.record import tail_from_logprobs
+
+
+class RowsInvalid(TeacherCacheError):
+    """An input's rows break an invariant; `reason` is a slug."""
+
+    code = "TC-E311"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EngineDied(TeacherCacheError):
+    """The engine is gone; the process that holds it must end.  `suspects` are the keys that were inside it."""
+
+    code = "TC-E312"
+
+    def __init__(self, message: str, suspects: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.suspects = tuple(suspects)
+
+
+@dataclass(slots=True)
+class TeacherRows:
+    """Rows of one input at its row positions: K ids and log-probabilities, descending, tail and target.
+
+    topk_ids int32 [r, K]; topk_logprobs float32 [r, K]; tail_logprob float32 [r]; target_logprob float32 [r],
+    NaN after the last token.
+    """
+
+    topk_ids: np.ndarray
+    topk_logprobs: np.ndarray
+    tail_logprob: np.ndarray
+    target_logprob: np.ndarray
+
+
+@dataclass(slots=True)
+class Scored:
+    """A finished input: its rows, or why there are none."""
+
+    key: int
+    rows: TeacherRows | None
+    error: RowsInvalid | None = None
+
+
+@dataclass(slots=True)
+class Generated:
+    """A continuation: ids int32 [m] (an end token included when the teacher wrote one), and why it stopped."""
+
+    ids: np.ndarray
+    finish_reason: str
+
+
+class Teacher(ABC):
+    """One running teacher.  Not thread-safe: one thread owns it."""
+
+    top_k: int
+    provenance: dict[str, Any]  # engine version, path that makes rows, hardware: written into commits
+
+    @abstractmethod
+    def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
+        """Hands an input over: input_ids int32 [n], row_pos int32 [r].  Raises EngineDied."""
+
+    @abstractmethod
+    def collect(self) -> list[Scored]:
+        """Advances the engine by one step and returns the inputs that finished, often none.  Raises EngineDied."""
+
+    @abstractmethod
+    def pending(self) -> int:
+        """Inputs inside."""
+
+    def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
+        """Continuations of prompts (int32 [n] each), one seed each.  Only called while nothing is pending."""
+        raise TeacherCacheError(f"{type(self).__name__} cannot generate; use engine vllm or hf")
+
+    def close(self) -> None:
+        """Frees the engine."""
+
+    def score(self, inputs: Sequence[np.ndarray]) -> list[Scored]:
+        """All rows of a few inputs, in order: what tests and the canary use."""
+        for key, ids in enumerate(inputs):
+            self.submit(key, ids, np.arange(len(ids), dtype=np.int32))
+        found: dict[int, Scored] = {}
+        while self.pending():
+            found.update((scored.key, scored) for scored in self.collect())
+        return [found[key] for key in range(len(inputs))]
+
+
+def rows_from_columns(
+    input_ids: np.ndarray, row_pos: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, top_k: int, vocab_size: int
+) -> TeacherRows:
+    """Checks an engine's answer for one input and takes the wanted rows.
+
+    input_ids int32 [n]; ids int [n, 1+K], logprobs float32 [n, 1+K]: column 0 is the token that really follows (in the
+    last row whatever the engine sampled), columns 1..K the top-K.  Entries keep their columns: ranks collide at ties.
+    Raises RowsInvalid.  Cost: about 2 µs a row at K = 100.
+    """
+    n = len(input_ids)
+    if ids.shape != (n, top_k + 1) or logprobs.shape != ids.shape:
+        raise RowsInvalid("shape", f"expected {(n, top_k + 1)} ids and log-probabilities, found {ids.shape}")
+    if not np.array_equal(ids[:-1, 0], input_ids[1:]):
+        wrong = int(np.flatnonzero(ids[:-1, 0] != input_ids[1:])[0])
+        raise RowsInvalid(
+            "column_zero", f"row {wrong}: column 0 holds id {int(ids[wrong, 0])}, the next token is {input_ids[wrong + 1]}"
+        )
+    everything = len(row_pos) == n
+    top_ids = ids[:, 1:] if everything else ids[row_pos, 1:]
+    top = logprobs[:, 1:] if everything else logprobs[row_pos, 1:]
+    target = (logprobs[:, 0] if everything else logprobs[row_pos, 0]).astype(np.float32)
+    if not np.isfinite(top).all():
+        reason = "nan" if np.isnan(top).any() else "inf"
+        raise RowsInvalid(reason, f"{int((~np.isfinite(top)).sum())} of {top.size} log-probabilities are {reason}")
+    if not top.any(axis=1).all():
+        raise RowsInvalid("zero_row", "a row holds only zeros: the engine never filled it")
+    if (np.diff(top, axis=1) > 0).any():
+        raise RowsInvalid("unsorted", "the top-K of a row does not descend")
+    if top_ids.size and (int(top_ids.max()) >= vocab_size or int(top_ids.min()) < 0):
+        top_ids, top = _within_vocabulary(top_ids, top, vocab_size)
+    if len(row_pos) and row_pos[-1] == n - 1:
+        target[-1] = np.nan
+    return TeacherRows(
+        topk_ids=np.ascontiguousarray(top_ids, dtype=np.int32),
+        topk_logprobs=np.ascontiguousarray(top, dtype=np.float32),
+        tail_logprob=tail_from_logprobs(top),
+        target_logprob=np.where(np.isfinite(target), target, np.nan).astype(np.float32),
+    )
+
+
+def _within_vocabulary(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A head padded beyond the tokenizer may rank a token that does not exist: there is no honest id to store."""
+    worst = int(ids.max())
+    raise RowsInvalid("id_out_of_range", f"the teacher ranks id {worst}, the tokenizer has {vocab_size} ids")
+
+
+@dataclass(slots=True)
+class Batch:
+    """Bookkeeping of an input inside a teacher."""
+
+    key: int
+    input_ids: np.ndarray
+    row_pos: np.ndarray
+    extra: dict[str, Any] = field(default_factory=dict)

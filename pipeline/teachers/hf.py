@@ -1,0 +1,97 @@
+"""The reference teacher: transformers, one input at a time, log-softmax in float32.  Slow and obviously right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import GenerateConfig, TeacherConfig
+from pipeline.teachers.base import Batch, Generated, RowsInvalid, Scored, Teacher, rows_from_columns
+from teachercache.errors import UsageError
+
+
+class HfTeacher(Teacher):
+    def __init__(self, config: TeacherConfig, model_path: str, vocab_size: int) -> None:
+        import torch
+        import transformers
+
+        self.torch = torch
+        self.top_k, self.vocab_size = config.top_k, vocab_size
+        dtype = getattr(torch, config.dtype)
+        self.head_dtype = getattr(torch, config.head_dtype)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        try:
+            self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                model_path, dtype=dtype, trust_remote_code=config.trust_remote_code, **config.engine_args
+            )
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{model_path}: expected a causal language model, {str(error).splitlines()[0]}") from error
+        self.model.to(device).eval()
+        self.provenance = {
+            "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
+            "path": "hf",
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        }
+        self._queue: list[Batch] = []
+
+    def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
+        self._queue.append(Batch(key, input_ids, row_pos))
+
+    def pending(self) -> int:
+        return len(self._queue)
+
+    def collect(self) -> list[Scored]:
+        if not self._queue:
+            return []
+        batch = self._queue.pop(0)
+        ids, logprobs = self.columns(batch.input_ids)
+        try:
+            rows = rows_from_columns(batch.input_ids, batch.row_pos, ids, logprobs, self.top_k, self.vocab_size)
+        except RowsInvalid as error:
+            return [Scored(batch.key, None, error)]
+        return [Scored(batch.key, rows)]
+
+    def columns(self, input_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, logprobs), each [n, 1+K] with the token that follows in column 0; 512 rows of logits at a time."""
+        torch = self.torch
+        with torch.inference_mode():
+            ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.model.device)
+            output = self.model.base_model(ids[None], use_cache=False)
+            hidden = output.last_hidden_state[0]
+            following = torch.cat([ids[1:], ids.new_zeros(1)])
+            head = self.model.get_output_embeddings()
+            cap = getattr(self.model.config, "final_logit_softcapping", None)
+            scale = getattr(self.model.config, "logit_scale", None)
+            out_ids, out = [], []
+            for start in range(0, len(ids), 512):
+                part = hidden[start : start + 512].to(self.head_dtype)
+                logits = torch.nn.functional.linear(part, head.weight.to(self.head_dtype)).float()
+                if getattr(head, "bias", None) is not None:
+                    logits = logits + head.bias.float()
+                if scale is not None:
+                    logits = logits * scale
+                if cap:
+                    logits = torch.tanh(logits / cap) * cap
+                logprobs = torch.log_softmax(logits, dim=-1)
+                top = torch.topk(logprobs, self.top_k, dim=-1)
+                target = following[start : start + 512, None]
+                out_ids.append(torch.cat([target, top.indices], dim=1))
+                out.append(torch.cat([logprobs.gather(1, target), top.values], dim=1))
+            return torch.cat(out_ids).to(torch.int32).cpu().numpy(), torch.cat(out).cpu().numpy()
+
+    def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
+        torch, made = self.torch, []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            torch.manual_seed(seed)
+            ids = torch.as_tensor(prompt, dtype=torch.long, device=self.model.device)[None]
+            sampling: dict[str, Any] = {"do_sample": config.temperature > 0}
+            if config.temperature > 0:
+                sampling |= {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+            output = self.model.generate(ids, max_new_tokens=config.max_tokens, pad_token_id=0, **sampling)
+            new = output[0, ids.shape[1] :].to(torch.int32).cpu().numpy()
+            made.append(Generated(new, "length" if len(new) == config.max_tokens else "stop"))
+        return made
