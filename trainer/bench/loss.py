@@ -217,7 +217,8 @@ def gradient_errors(method: Method, case: Case) -> tuple[float, float]:
     kl_loss(exact.hidden, exact.head_weight, exact.rows, method="forward_chunked", validate=False).backward()
     errors = []
     for ours, theirs in ((small.hidden, exact.hidden), (small.head_weight, exact.head_weight)):
-        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad is not None
+        assert theirs.grad is not None
         errors.append(float((ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()))
     return errors[0], errors[1]
 
@@ -311,7 +312,8 @@ def cpu_ratio(rows: int = 2048, head: Head = HEADS["smollm2-135m"], topk: int = 
     figures: dict[str, tuple[float, float]] = {}
     for name in ("fused", "forward_chunked"):
         elapsed, extra, _ = measure(name, available[name], case, repeats)
-        assert elapsed is not None and extra is not None
+        assert elapsed is not None
+        assert extra is not None
         figures[name] = (elapsed, extra * 1024)
     fused, whole = figures["fused"], figures["forward_chunked"]
     return CpuRatio(fused[0] / whole[0], fused[1] / whole[1], fused[0], whole[0], fused[1], whole[1])

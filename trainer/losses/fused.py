@@ -79,7 +79,7 @@ def fused_kl(
     `main_grad` is only carried to the backward pass; `recompute` asks for no gradients now.
     """
     options = LossOptions(tail, divergence, jsd_beta, temperature, ce_weight, z_loss, softcap)
-    n, d = hidden.shape
+    n = hidden.shape[0]
     acc_dtype = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = (x and not recompute for x in (need_hidden, need_weight, need_bias))
     write_grad = need_hidden or need_weight or need_bias

@@ -31,7 +31,7 @@ def loss_and_grad_in_place(
 
     With write_grad=False the content of `logits` is unspecified afterwards.
     """
-    n, vocab = logits.shape
+    vocab = logits.shape[1]
     k = topk_ids.shape[1]
     has_outside = k < vocab
     compute = torch.float64 if logits.dtype == torch.float64 else torch.float32

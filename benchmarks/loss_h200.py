@@ -1,0 +1,292 @@
+"""Everything about the loss that needs a GPU, in one call: kernel variants, products, whole losses, a profile.
+
+    python benchmarks/loss_h200.py OUT [section ...]
+
+Sections run one after another and a failing one does not stop the others; OUT/loss_h200.json holds what they found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.bench.loss import HEADS, Case, machine, make_case, measure, methods, run_benchmark, time_ms
+from trainer.losses import kl_loss, triton_row
+from trainer.losses.options import LossOptions
+from trainer.losses.products import weight_grad
+
+DEVICE = torch.device("cuda")
+LLAMA_3B = HEADS["llama-3.2-3b"]
+K = 100
+
+
+def say(*parts: Any) -> None:
+    print(*parts, flush=True)
+
+
+def bench(function: Callable[[], Any], repeats: int = 12) -> float:
+    """Median ms."""
+    return time_ms(function, DEVICE, repeats)
+
+
+def fused(chunk: int | None = None) -> Callable[[Case], torch.Tensor]:
+    return lambda c: kl_loss(c.hidden, c.head_weight, c.rows, chunk_size=chunk, validate=False)
+
+
+def row_kernel() -> Any:
+    """Milliseconds of the row kernel alone over 2,816 rows of 128,256 bf16 logits, by launch configuration."""
+    n, v = 2816, LLAMA_3B.vocab_size
+    case = make_case(n, LLAMA_3B, K, torch.bfloat16, DEVICE)
+    source = torch.randn(n, v, device=DEVICE).bfloat16()
+    logits = source.clone()
+    scale = torch.full((n,), 1.0, device=DEVICE)
+    rows = case.rows
+    found = {}
+    copy_ms = bench(lambda: logits.copy_(source))
+    say(f"copy of the same bytes: {copy_ms:.3f} ms = {2 * n * v * 2 / copy_ms / 1e9:.2f} TB/s")
+    for block, warps, per_sm in (
+        (8192, 32, 1),
+        (16384, 32, 1),
+        (4096, 32, 1),
+        (4096, 16, 1),
+        (8192, 16, 1),
+        (4096, 16, 2),
+        (8192, 16, 2),
+        (8192, 32, 2),
+        (16384, 16, 2),
+        (4096, 8, 2),
+        (4096, 8, 4),
+        (2048, 8, 4),
+        (8192, 16, 64),
+    ):
+        config = triton_row.LaunchConfig(block, warps, per_sm)
+
+        def call(config: triton_row.LaunchConfig = config) -> None:
+            triton_row.loss_and_grad_in_place(
+                logits,
+                None,
+                rows.topk_ids,
+                rows.topk_logprobs,
+                rows.tail_logprob,
+                None,
+                scale,
+                LossOptions(),
+                True,
+                config,
+            )
+
+        logits.copy_(source)
+        found[f"{block}/{warps}/{per_sm}"] = bench(call)
+    for name, value in sorted(found.items(), key=lambda item: item[1]):
+        say(f"row kernel {name:>12}: {value:.3f} ms, {2 * n * v * 2 / value / 1e9:.2f} TB/s of read + write")
+    return found | {"copy": copy_ms}
+
+
+def products_at(n: int) -> dict[str, float]:
+    """Milliseconds of the three products for a chunk of n rows."""
+    d, v = LLAMA_3B.hidden_size, LLAMA_3B.vocab_size
+    head = torch.randn(v, d, device=DEVICE, dtype=torch.bfloat16) * d**-0.5
+    hidden = torch.randn(n, d, device=DEVICE, dtype=torch.bfloat16)
+    logits = torch.empty(n, v, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.empty(n, d, device=DEVICE, dtype=torch.bfloat16)
+    acc = torch.zeros(v, d, device=DEVICE)
+    half = torch.zeros(v, d, device=DEVICE, dtype=torch.bfloat16)
+    times = {"logits": bench(lambda: torch.mm(hidden, head.t(), out=logits))}
+    # Values like those of a gradient: power, and so the clock, depend on them.
+    torch.softmax(logits, dim=1, out=logits)
+    times["dH"] = bench(lambda: torch.mm(logits, head, out=out))
+    times["dW fp32 +="] = bench(lambda: weight_grad(logits, hidden, acc, True))
+    times["dW fp32 ="] = bench(lambda: weight_grad(logits, hidden, acc, False))
+    times["dW bf16 ="] = bench(lambda: weight_grad(logits, hidden, half, False))
+    return times
+
+
+def products() -> Any:
+    """TFLOP/s of the three products by chunk."""
+    found = {}
+    for n in (1408, 2048, 2816, 3072, 4096, 4224, 5632):
+        found[n] = times = products_at(n)
+        tera = 2 * n * LLAMA_3B.hidden_size * LLAMA_3B.vocab_size / 1e9
+        say(f"chunk {n}: " + ", ".join(f"{name} {t:.3f} ms {tera / t:.0f}" for name, t in times.items()))
+    return found
+
+
+def blas_libraries() -> Any:
+    """The same products through cuBLAS and cuBLASLt."""
+    found = {}
+    for library in ("cublas", "cublaslt"):
+        torch.backends.cuda.preferred_blas_library(library)
+        case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
+        found[library] = measure(library, fused(2816), case, 3)[:2]
+        say(library, found[library])
+    torch.backends.cuda.preferred_blas_library("default")
+    return found
+
+
+def chunks() -> Any:
+    """The whole loss at 32,768 rows by chunk, and the closed form in the same run."""
+    case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
+    closed = measure("closed_form", methods()["closed_form"], case, 5)
+    say(f"closed form: {closed[0]:.1f} ms, {closed[1]:.3f} GiB")
+    found: dict[Any, Any] = {"closed_form": closed}
+    for chunk in (1408, 2048, 2560, 2816, 3072, 4096, 4224):
+        result = measure("fused", fused(chunk), case, 5)
+        found[chunk] = result
+        if result[0] and closed[0]:
+            say(f"fused chunk {chunk}: {result[0]:.1f} ms ({result[0] / closed[0]:.3f}), {result[1]:.3f} GiB")
+    closed = measure("closed_form", methods()["closed_form"], case, 5)
+    say(f"closed form again: {closed[0]:.1f} ms")
+    return found | {"closed_form_again": closed}
+
+
+def single_chunk() -> Any:
+    """4,096 rows at d = 4,096."""
+    case = make_case(4096, HEADS["llama-3.1-8b"], K, torch.bfloat16, DEVICE)
+    found = {}
+    for chunk in (4096, 2048):
+        found[chunk] = measure("fused", fused(chunk), case, 20)
+        say(f"4,096 rows, d = 4,096, chunk {chunk}: {found[chunk][0]:.2f} ms, {found[chunk][1]:.3f} GiB")
+    return found
+
+
+def long() -> Any:
+    """262,144 and 1,048,576 rows."""
+    found: dict[Any, Any] = {}
+    for n, names in ((262_144, ("fused", "closed_form")), (1_048_576, ("fused",))):
+        case = make_case(n, LLAMA_3B, K, torch.bfloat16, DEVICE)
+        for name in names:
+            found[f"{n} {name}"] = result = measure(name, methods()[name], case, 2)
+            say(f"{n:,} rows {name}: {result[0]} ms, {result[1]} GiB {result[2]}")
+        del case
+    return found
+
+
+def all_methods() -> Any:
+    """Every method and installed peer at 4,096 and 32,768 rows, with errors."""
+    names = list(methods())
+    results = run_benchmark(
+        ["llama-3.2-3b"],
+        [4096, 32_768],
+        names,
+        topk=K,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        repeats=5,
+        report=lambda r: say(r.rows, r.method, r.time_ms, r.extra_gib, r.error_hidden, r.error_weight, r.note),
+    )
+    return [vars(r) for r in results]
+
+
+def heads() -> Any:
+    """The fused loss on the heads of other models at 32,768 rows."""
+    found = {}
+    for name in ("llama-3.1-8b", "gpt-oss", "qwen3-4b", "gemma-3-1b"):
+        case = make_case(32_768, HEADS[name], K, torch.bfloat16, DEVICE)
+        found[name] = result = measure("fused", methods()["fused"], case, 3)
+        flop = 6 * 32_768 * HEADS[name].hidden_size * HEADS[name].vocab_size
+        say(f"{name}: {result[0]:.1f} ms, {flop / result[0] / 1e9:.0f} TFLOP/s, {result[1]:.3f} GiB")
+        del case
+    return found
+
+
+def profile() -> Any:
+    """Device time by kernel of one call at 32,768 rows."""
+    case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
+    method = methods()["fused"]
+    method(case).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        method(case).backward()
+        torch.cuda.synchronize()
+    found = {}
+    for event in sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)[:12]:
+        found[event.key[:110]] = (event.count, event.self_device_time_total / 1e3)
+        say(f"{event.self_device_time_total / 1e3:9.2f} ms {event.count:4d}x {event.key[:110]}")
+    return found
+
+
+def overlap() -> Any:
+    """Idea: the row kernel of one chunk on a second stream while the next chunk's products run."""
+    case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
+    hidden, head, rows = case.hidden.detach(), case.head_weight.detach(), case.rows
+    n, v, options = hidden.shape[0], head.shape[0], LossOptions()
+    scale = torch.full((n,), 1.0 / n, device=DEVICE)
+    side = torch.cuda.Stream()
+    found = {}
+
+    def run(chunk: int) -> None:
+        buffers = [torch.empty(chunk, v, device=DEVICE, dtype=hidden.dtype) for _ in range(2)]
+        acc = torch.empty(v, hidden.shape[1], device=DEVICE)
+        grad_hidden = torch.empty_like(hidden)
+        main = torch.cuda.current_stream()
+        parts = [slice(s, min(s + chunk, n)) for s in range(0, n, chunk)]
+        ready: list[Any] = []
+
+        def logits_and_rows(i: int) -> None:
+            part = parts[i]
+            buffer = buffers[i % 2][: part.stop - part.start]
+            torch.mm(hidden[part], head.t(), out=buffer)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                triton_row.loss_and_grad_in_place(
+                    buffer,
+                    None,
+                    rows.topk_ids[part],
+                    rows.topk_logprobs[part],
+                    rows.tail_logprob[part],
+                    None,
+                    scale[part],
+                    options,
+                    True,
+                )
+                ready.append(side.record_event())
+
+        logits_and_rows(0)
+        for i, part in enumerate(parts):
+            if i + 1 < len(parts):
+                logits_and_rows(i + 1)
+            main.wait_event(ready[i])
+            buffer = buffers[i % 2][: part.stop - part.start]
+            torch.mm(buffer, head, out=grad_hidden[part])
+            weight_grad(buffer, hidden[part], acc, accumulate=i > 0)
+
+    for chunk in (1408, 2048, 2816):
+        found[chunk] = bench(lambda chunk=chunk: run(chunk), 4)
+        say(f"two streams, two buffers of {chunk}: {found[chunk]:.1f} ms (without the final conversion of dW)")
+    return found
+
+
+SECTIONS: dict[str, Callable[[], Any]] = {
+    f.__name__: f
+    for f in (row_kernel, products, chunks, single_chunk, overlap, profile, blas_libraries, all_methods, heads, long)
+}
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {"machine": machine(DEVICE)}
+    say(document["machine"])
+    for name in sys.argv[2:] or list(SECTIONS):
+        began = time.perf_counter()
+        say(f"--- {name}")
+        try:
+            document[name] = SECTIONS[name]()
+        except Exception:  # one section must not cost the others their measurements
+            document[name] = {"failed": traceback.format_exc()}
+            say(traceback.format_exc()[-1500:])
+        torch.cuda.empty_cache()
+        say(f"({time.perf_counter() - began:.1f} s)")
+        (out / "loss_h200.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
