@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -33,7 +33,7 @@ GRACE_SECONDS = 7 * 24 * 3600.0  # the collector's default; an attempt gives up 
 class Commit(Strict):
     """`commits/<shard>.json`: the only thing that makes a shard's files part of the cache."""
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     shard_id: str
     attempt: str = Field(pattern=r"^[0-9a-f]{32}$")
     spec_digest: str
@@ -42,9 +42,9 @@ class Commit(Strict):
     documents: int
     tokens: int
     rows: int
-    drops: dict[str, int] = {}
-    replaces: list[str] = []
-    provenance: dict[str, Any] = {}
+    drops: dict[str, int] = Field(default_factory=dict)
+    replaces: list[str] = Field(default_factory=list)
+    provenance: dict[str, Any] = Field(default_factory=dict)
     created: str
 
 

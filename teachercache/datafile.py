@@ -148,7 +148,8 @@ class FileBuilder:
         with pq.ParquetFile(self.local) as file:
             for i in range(file.num_row_groups):
                 block = self._codec.decode(file.read_row_group(i))
-                assert block.input_ids is not None and block.row_pos is not None
+                assert block.input_ids is not None
+                assert block.row_pos is not None
                 records, rows, tokens = records + len(block), rows + len(block.row_pos), tokens + len(block.input_ids)
         if (records, rows, tokens) != (self._records, self._rows, self._tokens):
             raise CorruptFile(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+import re
 from datetime import datetime, timezone
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from teachercache.errors import CorruptFile, UnsupportedFormat
-from teachercache.spec import FORMAT_VERSION, canonical_json, json_digest
+from teachercache.spec import FORMAT_VERSION, canonical_json
 from teachercache.store import Store
 
 M = TypeVar("M", bound=BaseModel)
-SEAL = "seal"
+_SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"}\n\Z')
 READS = 3
 
 
@@ -23,33 +24,35 @@ def utc_now() -> str:
 
 
 def seal(model: BaseModel) -> bytes:
-    """JSON with a last key `seal`, the sha256 of the canonical JSON of all others; a damaged copy cannot pass."""
-    value = model.model_dump(mode="json")
-    return canonical_json(value)[:-1] + b',"' + SEAL.encode() + b'":"' + json_digest(value).encode() + b'"}\n'
+    """Canonical JSON with one more key at its end: `seal`, the sha256 of the bytes without it."""
+    body = canonical_json(model.model_dump(mode="json"))
+    return body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 
 def unseal(model: type[M], data: bytes, path: str) -> M:
-    """The model of sealed JSON. CorruptFile when damaged, UnsupportedFormat when written by a newer format."""
+    """The model of a sealed object. CorruptFile when damaged, UnsupportedFormat when written by a newer format."""
+    match = _SEAL.search(data, max(0, len(data) - 100))
+    if match is None:
+        raise CorruptFile(f"{path} does not end in a seal; it was truncated, or is no object of a cache.")
+    body = data[: match.start()] + b"}"
+    if hashlib.sha256(body).hexdigest().encode() != match[1]:
+        raise CorruptFile(f"{path} does not match its own seal; it was damaged or edited.")
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path} is not JSON ({error}); it was truncated or damaged.") from error
-    if not isinstance(value, dict):
-        raise CorruptFile(f"{path} must hold a JSON object, found {type(value).__name__}.")
-    version = value.get("format_version", FORMAT_VERSION)
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise UnsupportedFormat(
-            f"{path} has format version {version}, this version reads up to {FORMAT_VERSION}; upgrade teachercache."
-        )
-    claimed = value.pop(SEAL, None)
-    try:
-        if claimed != json_digest(value):
-            raise CorruptFile(f"{path} does not match its own seal; it was damaged or edited.")
-        return model.model_validate(value)
+        return model.model_validate_json(body)
     except ValidationError as error:
+        version = _format_version(body)
+        if version > FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"{path} has format version {version}, this version reads up to {FORMAT_VERSION}; upgrade teachercache."
+            ) from error
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "document"
-        raise CorruptFile(f"{path}: {where}: {first['msg']}.") from error
+        raise CorruptFile(f"{path}: {where[:200]}: {first['msg'][:200]}.") from error
+
+
+def _format_version(body: bytes) -> int:
+    match = re.search(rb'"format_version":(\d{1,9})', body)
+    return int(match[1]) if match else 0
 
 
 def read_sealed(store: Store, model: type[M], path: str) -> M:

@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -28,6 +28,7 @@ from teachercache.uniqueness import check_unique
 M = TypeVar("M", bound=BaseModel)
 PUBLISH_TRIES = 50
 THREADS = 16
+MAX_FILES = 2**19  # some 16,000 GPU-hours of unmerged shards; `optimize` makes few large files of many small ones
 
 
 class ManifestFile(FileEntry):
@@ -39,14 +40,14 @@ class ManifestFile(FileEntry):
 class Manifest(Strict):
     """`manifests/<number>.json`."""
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     number: int = Field(ge=1, le=99_999_999)
     spec_digest: str
     created: str
     publisher: str = Field(description="random; tells two publishers' equal content apart")
-    files: list[ManifestFile]
+    files: list[ManifestFile] = Field(max_length=MAX_FILES)
     plans: list[str]
-    replaced: dict[str, str] = Field(default={}, description="shard -> the shard whose commit replaced it")
+    replaced: dict[str, str] = Field(default_factory=dict, description="shard -> the shard whose commit replaced it")
     shards_planned: int
     shards_committed: int
     shards_quarantined: int
@@ -54,7 +55,7 @@ class Manifest(Strict):
     records: int
     tokens: int
     rows: int
-    drops: dict[str, int] = {}
+    drops: dict[str, int] = Field(default_factory=dict)
     repeated_content: int = Field(default=0, description="windows whose content stands in another split too")
     complete: bool
     parent: str | None = Field(default=None, description="digest of the manifest before; informative")
@@ -243,8 +244,8 @@ def check_commit(commit: Commit, spec_digest: str) -> None:
     """Raise unless a commit belongs to this spec and names only files of its own shard and attempt."""
     if commit.spec_digest != spec_digest:
         raise CommitConflict(
-            f"the commit of shard {commit.shard_id} belongs to spec {commit.spec_digest[:12]}, this cache has {spec_digest[:12]}; "
-            "it was copied here from another cache: remove it."
+            f"the commit of shard {commit.shard_id} belongs to spec {commit.spec_digest[:12]}, this cache has {spec_digest[:12]}."
+            " It was copied here from another cache: remove it."
         )
     for entry in commit.files:
         where = layout.parse_data_path(entry.path)

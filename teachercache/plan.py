@@ -21,7 +21,7 @@ class PlanShard(Strict):
     stop: int = 0
     unit: Literal["bytes", "row_groups", "rows", "file"] = "file"
     estimated_tokens: int = 0
-    detail: dict[str, Any] = {}
+    detail: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("shard_id")
     @classmethod
@@ -32,10 +32,10 @@ class PlanShard(Strict):
 class Plan(Strict):
     """A job's inputs, recipe and shards. Two plans with equal digests are one plan, whenever they were made."""
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     spec_digest: str
     created: str
-    job: dict[str, Any] = {}
+    job: dict[str, Any] = Field(default_factory=dict)
     shards: list[PlanShard]
 
     @property
@@ -47,10 +47,10 @@ class Plan(Strict):
 class Quarantine(Strict):
     """`quarantine/<shard>/<attempt>.json`: advisory; a commit of the shard wins over it."""
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     shard_id: str
     attempt: str
     reason: str
     message: str
-    documents: list[str] = []
+    documents: list[str] = Field(default_factory=list)
     created: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +37,22 @@ def open(
     number = numbers[-1] if manifest is None else manifest
     if number not in numbers:
         raise NotACache(f"{store.url} has no manifest {number}; it has {numbers[0]} to {numbers[-1]}.")
-    return Cache(store, spec, load_manifest(store, number, spec.digest))
+    cache = Cache(store, spec, load_manifest(store, number, spec.digest))
+    if not cache.manifest.complete:
+        warnings.warn(incomplete_message(cache), IncompleteCacheWarning, stacklevel=2)
+    return cache
+
+
+class IncompleteCacheWarning(UserWarning):
+    """The manifest was published although planned shards were missing."""
+
+
+def incomplete_message(cache: Cache) -> str:
+    m = cache.manifest
+    return (
+        f"{cache.url} manifest {m.number} is incomplete: {m.shards_committed} of {m.shards_planned} planned shards are in it "
+        f"({m.shards_quarantined} in quarantine); re-run its job for the rest."
+    )
 
 
 def load_spec(store: Store) -> CacheSpec:
@@ -72,14 +88,14 @@ class Cache:
         found = [f for f in self.manifest.files if split in (None, f.split) and source in (None, f.source)]
         if not found and (split is not None or source is not None):
             raise UsageError(
-                f"{self.url} has no records of split {split!r}, source {source!r}; its splits are {', '.join(self.splits) or 'none'}, "
-                f"its sources {', '.join(self.sources) or 'none'}."
+                f"{self.url} has no records of split {split!r}, source {source!r}; its splits: {', '.join(self.splits) or 'none'}"
+                f", its sources: {', '.join(self.sources) or 'none'}."
             )
         return found
 
     def file_url(self, entry: ManifestFile) -> str:
-        """The full URL of a data file, as DuckDB, Polars or Spark take it."""
-        return f"{self.url}/{entry.path}"
+        """Where a data file lies, as DuckDB, Polars, pandas or Spark take it: s3://..., or a plain local path."""
+        return f"{self.store.root if self.store.is_local else self.url}/{entry.path}"
 
     def tokenizer_path(self) -> Path:
         """A local folder with the teacher's tokenizer files, downloaded once."""

@@ -46,7 +46,7 @@ class TeacherSpec(Strict):
     engine: str
     head_dtype: str
     rope_scaling: dict[str, Any] | None = None
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field(default_factory=dict)
 
 
 class TokenizerSpec(Strict):

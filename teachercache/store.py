@@ -192,6 +192,15 @@ class Store:
             key=lambda o: o.path,
         )
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """Names one level below a prefix ('' or ending in '/') that have something below them, each ending in '/'."""
+        try:
+            found = self._retry(prefix, lambda: self.fs.ls(self._full(prefix).rstrip("/"), detail=True))
+        except MissingObject:
+            return []
+        names = (info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+        return sorted(f"{prefix}{name}/" for name in names)
+
     def open_input(self, path: str, size: int | None = None) -> pa.NativeFile:
         """A seekable input; on S3 every read is one range request with retries. `size` saves the HEAD."""
         if self.is_local:

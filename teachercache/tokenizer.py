@@ -10,6 +10,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from typing import Literal
+
 from pydantic import Field
 
 from teachercache import layout
@@ -33,7 +35,7 @@ class _IndexEntry(Strict):
 class TokenizerIndex(Strict):
     """`tokenizer/<digest>/index.json`."""
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     files: list[_IndexEntry]
 
 
@@ -59,6 +61,25 @@ def upload_tokenizer(store: Store, spec: TokenizerSpec, folder: Path) -> None:
         store.create(layout.tokenizer_path(spec.digest, INDEX), seal(TokenizerIndex(files=entries)))
 
 
+def check_tokenizer(store: Store, spec: TokenizerSpec) -> None:
+    """Raise unless every indexed tokenizer file is there with its digest. A cache without tokenizer files is fine."""
+    path = layout.tokenizer_path(spec.digest, INDEX)
+    if store.exists(path):
+        for entry in read_sealed(store, TokenizerIndex, path).files:
+            _read_file(store, spec, entry)
+
+
+def _read_file(store: Store, spec: TokenizerSpec, entry: _IndexEntry) -> bytes:
+    if _FILE_NAME.fullmatch(entry.name) is None:
+        raise UnsafeManifest(
+            f"{store.url}: the tokenizer index names {entry.name[:80]!r}, which is not a plain file name."
+        )
+    data = store.read(layout.tokenizer_path(spec.digest, entry.name), max_bytes=entry.size)
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise CorruptFile(f"{store.url}: tokenizer file {entry.name} does not have the digest of its index.")
+    return data
+
+
 def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:
     """A local folder with the cache's tokenizer files, checked against their digests; kept for the next call."""
     try:
@@ -77,14 +98,7 @@ def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:
         fresh = Path(temp) / "files"
         fresh.mkdir()
         for entry in index.files:
-            if _FILE_NAME.fullmatch(entry.name) is None:
-                raise UnsafeManifest(
-                    f"{store.url}: the tokenizer index names {entry.name[:80]!r}, which is not a plain file name."
-                )
-            data = store.read(layout.tokenizer_path(spec.digest, entry.name), max_bytes=entry.size)
-            if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise CorruptFile(f"{store.url}: tokenizer file {entry.name} does not have the digest of its index.")
-            (fresh / entry.name).write_bytes(data)
+            (fresh / entry.name).write_bytes(_read_file(store, spec, entry))
         try:
             fresh.rename(folder)
         except OSError:

@@ -64,7 +64,9 @@ def _file_keys(store: Store, entry: FileEntry, spec: CacheSpec) -> _FileKeys:
     prefix = f"{entry.split}\0{entry.source}\0"
     with DataFile(store, entry, spec) as file:
         for block in file.blocks({"doc_id", "window", "content_key"}):
-            assert block.doc_id is not None and block.window is not None and block.content_key is not None
+            assert block.doc_id is not None
+            assert block.window is not None
+            assert block.content_key is not None
             for doc_id, window in zip(block.doc_id, block.window.tolist(), strict=True):
                 windows.append(_hash(f"{prefix}{doc_id}\0{window}"))
                 documents.add(_hash(prefix + doc_id))
@@ -99,8 +101,8 @@ def _refuse_duplicates(
     doc_id, window = min(shared) if shared else ("?", 0)
     entry = files[second]
     raise DuplicateDocument(
-        f"{store.url}: {twice.size} records are committed twice; first: document {doc_id!r} window {window} of split {entry.split}, "
-        f"source {entry.source} in {files[first].path} and {entry.path}; nothing was published."
+        f"{store.url}: {twice.size} records are committed twice; first: {doc_id!r} window {window} of split {entry.split}"
+        f", source {entry.source} in {files[first].path} and {entry.path}; nothing was published."
     )
 
 
@@ -108,7 +110,8 @@ def _names(store: Store, entry: FileEntry, spec: CacheSpec) -> list[tuple[str, i
     with DataFile(store, entry, spec) as file:
         names: list[tuple[str, int]] = []
         for block in file.blocks({"doc_id", "window"}):
-            assert block.doc_id is not None and block.window is not None
+            assert block.doc_id is not None
+            assert block.window is not None
             names += zip(block.doc_id, block.window.tolist(), strict=True)
         return names
 

@@ -41,7 +41,9 @@ class OpenCodec:
         self.top_k = top_k
 
     def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
-        assert block.topk_ids is not None and block.topk_logprobs is not None and block.row_offsets is not None
+        assert block.topk_ids is not None
+        assert block.topk_logprobs is not None
+        assert block.row_offsets is not None
         logprobs = round_logprobs(block.topk_logprobs)
         columns: dict[str, pa.Array] = {
             **common_columns(block),
@@ -100,7 +102,8 @@ def ragged(values: pa.Array, offsets: np.ndarray[Any, Any]) -> pa.ListArray:
 
 def common_columns(block: Block) -> dict[str, pa.Array]:
     """The columns that every codec stores in the same way."""
-    assert block.row_offsets is not None and block.token_offsets is not None
+    assert block.row_offsets is not None
+    assert block.token_offsets is not None
     return {
         "doc_id": pa.array(block.doc_id, pa.string()),
         "window": pa.array(block.window),
@@ -112,7 +115,8 @@ def common_columns(block: Block) -> dict[str, pa.Array]:
 
 
 def row_columns(block: Block) -> dict[str, pa.Array]:
-    assert block.row_offsets is not None and block.target_logprob is not None
+    assert block.row_offsets is not None
+    assert block.target_logprob is not None
     target = pa.array(block.target_logprob, mask=np.isnan(block.target_logprob))
     return {
         "tail_logprob": ragged(pa.array(block.tail_logprob), block.row_offsets),

@@ -1,0 +1,255 @@
+"""The command line: `teachercache ls|show|head|verify|report|export|optimize|gc URL`.
+
+Exit status: 0 fine, 1 something is wrong with the cache, 2 the command was misused. `--json` prints one JSON value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from teachercache import layout, show
+from teachercache.errors import NotACache, TeacherCacheError
+from teachercache.manifest import load_manifest, manifest_numbers
+from teachercache.reader import Cache, IncompleteCacheWarning, load_spec
+from teachercache.reader import open as open_cache
+from teachercache.store import Store
+from teachercache.verify import verify as run_verify
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Look at, check and look after caches of a teacher's log-probabilities on S3 or local disk.",
+    epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3 endpoint and keys: AWS_ENDPOINT_URL and the usual chain.",
+)
+out = Console(highlight=False, soft_wrap=False)
+err = Console(stderr=True, highlight=False)
+
+Url = Annotated[
+    str, typer.Argument(help="The cache: s3://bucket/prefix, file:///folder or a path.", show_default=False)
+]
+ManifestNumber = Annotated[
+    int | None, typer.Option("--manifest", "-m", help="Pin this manifest instead of the newest.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
+Split = Annotated[str | None, typer.Option(help="Only this split.")]
+Source = Annotated[str | None, typer.Option(help="Only this source.")]
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def opened(url: str, manifest: int | None = None) -> Cache:
+    """Open a cache; an incomplete one is said so on stderr, once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", IncompleteCacheWarning)
+        cache = open_cache(url, manifest)
+    for warning in caught:
+        err.print(f"[yellow]warning:[/] {warning.message}")
+    return cache
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Any]:
+    """A callable (done, total): a bar on a terminal, a line every tenth elsewhere."""
+    if err.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=err, transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    last = [-1]
+
+    def line(done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > last[0] and total >= 10:
+            last[0] = tenth
+            err.print(f"{what}: {done} of {total}")
+
+    yield line
+
+
+@app.command()
+def ls(
+    url: Url,
+    files: Annotated[
+        bool, typer.Option("--files", help="Print the data files of the cache at URL, one a line.")
+    ] = False,
+    manifest: ManifestNumber = None,
+    split: Split = None,
+    source: Source = None,
+    depth: Annotated[int, typer.Option(help="Levels below URL to look for caches in.")] = 4,
+    json_: Json = False,
+) -> None:
+    """List the caches below URL, or with --files the Parquet files of one.
+
+    The files are plain Parquet: hand them to DuckDB, Polars, pandas or Spark.
+
+        duckdb -c "select * from read_parquet([$(teachercache ls --files URL | sed "s/.*/'&'/" | paste -sd,)])"
+    """
+    if files:
+        cache = opened(url, manifest)
+        entries = cache.files(split, source)
+        if json_:
+            print_json([{"url": cache.file_url(e), **e.model_dump(mode="json")} for e in entries])
+        else:
+            for entry in entries:
+                print(cache.file_url(entry))
+        return
+    found = [describe(store) for store in find_caches(Store.open(url), depth)]
+    if json_:
+        print_json(found)
+        return
+    if not found:
+        raise NotACache(f"there is no cache at {url} or up to {depth} levels below; check the URL, or raise --depth.")
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("cache", "teacher"):
+        table.add_column(name, overflow="fold")
+    for name in ("K", "manifest", "rows", "bytes"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for item in found:
+        number = "" if item["manifest"] is None else str(item["manifest"])
+        table.add_row(
+            item["url"],
+            item["teacher"],
+            str(item["top_k"]),
+            number,
+            f"{item['rows']:,}",
+            f"{item['bytes']:,}",
+            item["state"],
+        )
+    out.print(table)
+
+
+def find_caches(store: Store, depth: int) -> Iterator[Store]:
+    """Roots of caches at or below a store's root; never looks inside a cache."""
+    if store.exists(layout.SPEC):
+        yield store
+    elif depth > 0:
+        for name in store.folders(""):
+            yield from find_caches(store.child(name), depth - 1)
+
+
+def describe(store: Store) -> dict[str, Any]:
+    """One line of `ls`."""
+    spec = load_spec(store)
+    numbers = manifest_numbers(store)
+    line: dict[str, Any] = {"url": store.url, "teacher": spec.teacher.name, "top_k": spec.top_k, "manifest": None}
+    if not numbers:
+        return line | {"rows": 0, "bytes": 0, "state": "not published"}
+    manifest = load_manifest(store, numbers[-1], spec.digest)
+    state = "complete" if manifest.complete else "incomplete"
+    return line | {
+        "manifest": manifest.number,
+        "rows": manifest.rows,
+        "bytes": sum(f.size for f in manifest.files),
+        "state": state,
+    }
+
+
+@app.command("show")
+def show_(url: Url, manifest: ManifestNumber = None, json_: Json = False) -> None:
+    """Say who the teacher is and what a cache holds, by split and source."""
+    cache = opened(url, manifest)
+    if json_:
+        print_json(show.summary(cache))
+    else:
+        show.print_summary(cache, out)
+
+
+@app.command()
+def head(
+    url: Url,
+    records: Annotated[int, typer.Option("--records", "-n", min=1, help="How many records.")] = 1,
+    positions: Annotated[int, typer.Option("--positions", "-p", min=1, help="How many positions of each.")] = 20,
+    top: Annotated[int, typer.Option(min=1, help="How many of the teacher's best next tokens.")] = 5,
+    split: Split = None,
+    source: Source = None,
+    manifest: ManifestNumber = None,
+    json_: Json = False,
+) -> None:
+    """Show the first records as text, with the teacher's best next tokens and their probabilities.
+
+    A blank is shown as a middle dot. `next` is what really followed, dim where the loss leaves it out.
+    """
+    cache = opened(url, manifest)
+    text = show.TokenText(cache)
+    if text.note:
+        err.print(f"[yellow]note:[/] {text.note}")
+    top = min(top, cache.spec.top_k)
+    shown = []
+    for record in cache.records(split, source, limit=records):
+        rows = show.head_rows(record, text, positions=positions, top=top)
+        shown.append(
+            {
+                "doc_id": record.doc_id,
+                "window": record.window,
+                "split": record.split,
+                "source": record.source,
+                "rows": rows,
+            }
+        )
+        if not json_:
+            out.print(show.head_table(record, rows, top))
+    if json_:
+        print_json(shown)
+
+
+@app.command()
+def verify(
+    url: Url,
+    manifest: ManifestNumber = None,
+    sample: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of the files to read; others: presence, size."),
+    ] = 1.0,
+    threads: Annotated[int, typer.Option(min=1, help="Files read at the same time.")] = 4,
+    json_: Json = False,
+) -> None:
+    """Read everything and check it: seals, checksums, counts, every invariant of every row, no document twice.
+
+    Exit status 1 and a list of what is wrong, or 0.
+    """
+    store = Store.open(url)
+    spec = load_spec(store)
+    pinned = None if manifest is None else opened(url, manifest).manifest
+    with progress_bar("verifying") as progress:
+        found = run_verify(store, spec, pinned, sample=sample, threads=threads, progress=progress)
+    if json_:
+        print_json(dataclasses.asdict(found) | {"ok": found.ok})
+    else:
+        for problem in found.problems:
+            print(f"{problem.code} {problem.message}")
+        what = f"{found.files_read} of {found.files} files read, {found.records:,} records, {found.rows:,} rows"
+        number = "no manifest" if found.manifest is None else f"manifest {found.manifest}"
+        print(f"{'ok' if found.ok else f'{len(found.problems)} problems'}: {number}, {what}")
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point: one line for an error that a user can understand, and its exit status."""
+    try:
+        app()
+    except TeacherCacheError as error:
+        print(f"error: {error} [{error.code}]", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
