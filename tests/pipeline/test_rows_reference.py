@@ -1,0 +1,120 @@
+"""The product's rows are the reference's rows: vLLM in float32 against transformers on real text.  One engine start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import TeacherConfig, parse_job
+from pipeline.corpus.documents import Document
+from pipeline.corpus.encode import Encoder
+
+MODEL = Path("build/models/smollm2-135m")
+POSITIONS = 2_000
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def real_inputs(encoder: Encoder) -> list[np.ndarray]:
+    """Token ids of topics of Python's own reference, at least POSITIONS in all."""
+    from pydoc_data.topics import topics
+
+    inputs: list[np.ndarray] = []
+    for name in sorted(topics):
+        document = Document("d", 0, "s", "train", "text", b"", text=topics[name].strip())
+        (tokens,) = encoder.tokens([document])
+        assert not isinstance(tokens, Exception)
+        inputs.append(tokens.ids[:500])
+        if sum(map(len, inputs)) >= POSITIONS:
+            return inputs
+    raise AssertionError("the language reference is shorter than expected")
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """(inputs, rows by the active path, rows by the public path, reference columns)."""
+    if not (MODEL / "model.safetensors").exists():
+        pytest.skip(f"{MODEL} is not there; `make model` makes it")
+    pytest.importorskip("vllm")
+    from pipeline.teachers.hf import HfTeacher
+    from pipeline.teachers.vllm import VllmTeacher
+
+    config = TeacherConfig(model=str(MODEL), dtype="float32", max_model_len=512, engine_args={"enforce_eager": True})
+    job = parse_job({"cache": "unused", "teacher": config.model_dump(), "corpora": [{"files": ["unused"]}]})
+    encoder = Encoder(job, MODEL)
+    inputs = real_inputs(encoder)
+    reference = HfTeacher(TeacherConfig(model=str(MODEL), dtype="float32"), str(MODEL), encoder.vocab_size)
+    expected = [reference.columns(ids) for ids in inputs]
+    teacher = VllmTeacher(config, str(MODEL), encoder.vocab_size)
+    try:
+        assert teacher.fast, teacher.provenance
+        active = [s.rows for s in teacher.score(inputs)]
+        for key, ids in enumerate(inputs):
+            teacher.submit_public(key, ids, np.arange(len(ids), dtype=np.int32))
+        found = {}
+        while teacher.pending():
+            found.update((s.key, s) for s in teacher.collect())
+        public = [found[key].rows for key in range(len(inputs))]
+    finally:
+        teacher.close()
+    return inputs, active, public, expected
+
+
+def test_top_k_sets_agree_with_transformers(scored):
+    inputs, active, _, expected = scored
+    shared = total = 0
+    for rows, (ids, _) in zip(active, expected, strict=True):
+        for ours, theirs in zip(rows.topk_ids, ids[:, 1:], strict=True):
+            shared += len(np.intersect1d(ours, theirs))
+            total += len(ours)
+    print(f"{total // 100} positions, {shared / total:.5%} of the top-100 entries agree")
+    assert total >= 100 * POSITIONS
+    assert shared / total >= 0.999
+
+
+def test_log_probabilities_agree_with_transformers(scored):
+    _, active, _, expected = scored
+    worst = 0.0
+    for rows, (ids, logprobs) in zip(active, expected, strict=True):
+        for position in range(len(ids)):
+            theirs = dict(zip(ids[position, 1:].tolist(), logprobs[position, 1:].tolist(), strict=True))
+            for token, value in zip(rows.topk_ids[position].tolist(), rows.topk_logprobs[position].tolist(), strict=True):
+                if token in theirs:
+                    worst = max(worst, abs(value - theirs[token]))
+    print(f"largest |difference of log-probabilities| {worst:.2e}")
+    assert worst <= 2e-3
+
+
+def test_target_is_the_real_next_token_everywhere_and_null_after_the_last(scored):
+    inputs, active, _, expected = scored
+    for ids, rows, (_, logprobs) in zip(inputs, active, expected, strict=True):
+        assert len(rows.target_logprob) == len(ids)
+        assert np.isnan(rows.target_logprob[-1])
+        np.testing.assert_allclose(rows.target_logprob[:-1], logprobs[:-1, 0], atol=2e-3)
+
+
+def test_tail_probability_agrees_to_1e_5(scored):
+    _, active, _, expected = scored
+    worst = 0.0
+    for rows, (_, logprobs) in zip(active, expected, strict=True):
+        theirs = 1.0 - np.exp(logprobs[:, 1:].astype(np.float64)).sum(axis=1)
+        worst = max(worst, float(np.abs(np.exp(rows.tail_logprob) - np.maximum(theirs, 0)).max()))
+    print(f"largest |difference of tail probabilities| {worst:.2e}")
+    assert worst <= 1e-5
+
+
+def test_last_row_is_there_and_right(scored):
+    _, active, _, expected = scored
+    for rows, (ids, logprobs) in zip(active, expected, strict=True):
+        top = 20  # the tail of a row may swap near-ties
+        assert len(np.intersect1d(rows.topk_ids[-1], ids[-1, 1:])) >= 99
+        np.testing.assert_allclose(rows.topk_logprobs[-1, :top], logprobs[-1, 1 : top + 1], atol=2e-3)
+
+
+def test_fast_path_agrees_with_the_public_path(scored):
+    from pipeline.canary import largest_drift
+
+    _, active, public, _ = scored
+    assert max(largest_drift(a, b) for a, b in zip(active, public, strict=True)) <= 1e-3
