@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from teachercache.errors import CorruptFile, UnsupportedFormat
+from teachercache.errors import CorruptFile, UnsafeManifest, UnsupportedFormat
 from teachercache.spec import FORMAT_VERSION, canonical_json
 from teachercache.store import Store
 
 M = TypeVar("M", bound=BaseModel)
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"}\n\Z')
 READS = 3
+MAX_OBJECTS = 2**19  # some 16,000 GPU-hours of unmerged shards
 
 
 def utc_now() -> str:
@@ -37,6 +38,10 @@ def unseal(model: type[M], data: bytes, path: str) -> M:
     body = data[: match.start()] + b"}"
     if hashlib.sha256(body).hexdigest().encode() != match[1]:
         raise CorruptFile(f"{path} does not match its own seal; it was damaged or edited.")
+    if body.count(b"{") > MAX_OBJECTS:  # before a parser allocates a thousand bytes for each
+        raise UnsafeManifest(
+            f"{path} holds {body.count(b'{'):,} entries, limit {MAX_OBJECTS:,}; merge small files with `optimize`."
+        )
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -45,7 +50,7 @@ def unseal(model: type[M], data: bytes, path: str) -> M:
             raise UnsupportedFormat(
                 f"{path} has format version {version}, this version reads up to {FORMAT_VERSION}; upgrade teachercache."
             ) from error
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "document"
         raise CorruptFile(f"{path}: {where[:200]}: {first['msg'][:200]}.") from error
 

@@ -28,7 +28,6 @@ from teachercache.uniqueness import check_unique
 M = TypeVar("M", bound=BaseModel)
 PUBLISH_TRIES = 50
 THREADS = 16
-MAX_FILES = 2**19  # some 16,000 GPU-hours of unmerged shards; `optimize` makes few large files of many small ones
 
 
 class ManifestFile(FileEntry):
@@ -45,7 +44,7 @@ class Manifest(Strict):
     spec_digest: str
     created: str
     publisher: str = Field(description="random; tells two publishers' equal content apart")
-    files: list[ManifestFile] = Field(max_length=MAX_FILES)
+    files: list[ManifestFile]
     plans: list[str]
     replaced: dict[str, str] = Field(default_factory=dict, description="shard -> the shard whose commit replaced it")
     shards_planned: int

@@ -9,7 +9,6 @@ import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-
 from typing import Literal
 
 from pydantic import Field
