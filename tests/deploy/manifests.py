@@ -1,0 +1,100 @@
+"""Reading and checking of Kubernetes objects for the tests of deploy/."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.deploy.crd_schemas import SCHEMAS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = "1.31"  # the oldest release that the manifests are meant for; the newest is checked as well
+
+Object = dict[str, Any]
+
+
+def objects(text: str) -> list[Object]:
+    return [item for item in yaml.safe_load_all(text) if item]
+
+
+def render(folder: Path) -> list[Object]:
+    """What `kubectl kustomize` makes of a folder; skips where kubectl is not installed."""
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl (for `kubectl kustomize`) is not installed and in no registry that set-up uses")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return objects(done.stdout)
+
+
+def problems(item: Object) -> Iterator[str]:
+    """What is wrong with an object: against its schema, and its pod templates against the core schemas."""
+    where = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
+    schema = SCHEMAS.get((item["apiVersion"], item["kind"]))
+    if schema is None:
+        yield from (f"{where}: {message}" for message in core_problems(item))
+        return
+    for error in jsonschema.Draft202012Validator(schema).iter_errors(item):
+        yield f"{where}: {'.'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+    for path, template in pod_templates(item):
+        wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+        yield from (f"{where}: {path}: {message}" for message in core_problems(wrapped))
+    yield from (f"{where}: {message}" for message in full_crd_problems(item))
+
+
+def core_problems(item: Object) -> Iterator[str]:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for version in (KUBERNETES, kubernetes_validate.latest_version()):
+        try:
+            kubernetes_validate.validate(item, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            yield f"Kubernetes {version}: {'.'.join(map(str, error.path))}: {error.message[:200]}"
+        except kubernetes_validate.SchemaNotFoundError as error:
+            yield f"no schema: {error.message}"
+
+
+def pod_templates(value: Any, path: str = "") -> Iterator[tuple[str, Object]]:
+    """Every pod template inside a custom resource, with where it stands."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            here = f"{path}.{key}".lstrip(".")
+            if key in ("template", "submitterPodTemplate") and isinstance(inner, dict):
+                yield here, inner
+            else:
+                yield from pod_templates(inner, here)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from pod_templates(inner, f"{path}.{index}")
+
+
+def full_crd_problems(item: Object) -> Iterator[str]:
+    """Against the operator's own CRD files, where KUBERAY_CRDS names their folder."""
+    folder = os.environ.get("KUBERAY_CRDS")
+    if not folder or not item["apiVersion"].startswith("ray.io/"):
+        return
+    crd = yaml.safe_load((Path(folder) / f"ray.io_{item['kind'].lower()}s.yaml").read_text())
+    version = next(v for v in crd["spec"]["versions"] if v["name"] == item["apiVersion"].split("/")[1])
+    schema = close(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    for error in jsonschema.Draft202012Validator(schema).iter_errors(item):
+        yield f"full CRD: {'.'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+
+
+def close(schema: Any) -> Any:
+    """The same schema with unknown fields refused wherever fields are named."""
+    if isinstance(schema, list):
+        return [close(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: close(part) for key, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
+        closed["additionalProperties"] = bool(schema.get("x-kubernetes-preserve-unknown-fields"))
+    return closed
