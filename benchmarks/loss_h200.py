@@ -8,6 +8,7 @@ Sections run one after another and a failing one does not stop the others; OUT/l
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 import traceback
@@ -21,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.bench.loss import HEADS, Case, machine, make_case, measure, methods, run_benchmark, time_ms
 from trainer.losses import kl_loss, triton_row
+from trainer.losses import products as product_settings
 from trainer.losses.options import LossOptions
-from trainer.losses.products import weight_grad
+from trainer.losses.products import mm_by_rows, weight_grad
 
 DEVICE = torch.device("cuda")
 LLAMA_3B = HEADS["llama-3.2-3b"]
@@ -53,22 +55,28 @@ def row_kernel() -> Any:
     found = {}
     copy_ms = bench(lambda: logits.copy_(source))
     say(f"copy of the same bytes: {copy_ms:.3f} ms = {2 * n * v * 2 / copy_ms / 1e9:.2f} TB/s")
-    for block, warps, per_sm in (
-        (8192, 32, 1),
-        (16384, 32, 1),
-        (4096, 32, 1),
-        (4096, 16, 1),
-        (8192, 16, 1),
-        (4096, 16, 2),
-        (8192, 16, 2),
-        (8192, 32, 2),
-        (16384, 16, 2),
-        (4096, 8, 2),
-        (4096, 8, 4),
-        (2048, 8, 4),
-        (8192, 16, 64),
+    for block, warps, per_sm, stages in (
+        (8192, 32, 1, 1),
+        (8192, 32, 1, 2),
+        (8192, 32, 1, 3),
+        (8192, 32, 1, 4),
+        (16384, 32, 1, 1),
+        (16384, 32, 1, 2),
+        (16384, 32, 1, 3),
+        (32768, 32, 1, 1),
+        (4096, 32, 1, 4),
+        (8192, 16, 1, 3),
+        (16384, 16, 1, 2),
+        (8192, 16, 2, 1),
+        (8192, 16, 2, 2),
+        (8192, 16, 2, 3),
+        (4096, 16, 2, 3),
+        (4096, 16, 2, 5),
+        (4096, 8, 2, 4),
+        (4096, 8, 3, 4),
+        (8192, 8, 2, 3),
     ):
-        config = triton_row.LaunchConfig(block, warps, per_sm)
+        config = triton_row.LaunchConfig(block, warps, per_sm, stages)
 
         def call(config: triton_row.LaunchConfig = config) -> None:
             triton_row.loss_and_grad_in_place(
@@ -85,14 +93,33 @@ def row_kernel() -> Any:
             )
 
         logits.copy_(source)
-        found[f"{block}/{warps}/{per_sm}"] = bench(call)
+        found[f"{block}/{warps}/{per_sm}/{stages}"] = bench(call)
     for name, value in sorted(found.items(), key=lambda item: item[1]):
         say(f"row kernel {name:>12}: {value:.3f} ms, {2 * n * v * 2 / value / 1e9:.2f} TB/s of read + write")
     return found | {"copy": copy_ms}
 
 
-def products_at(n: int) -> dict[str, float]:
-    """Milliseconds of the three products for a chunk of n rows."""
+def sustained(function: Callable[[], Any], seconds: float = 0.35) -> float:
+    """Mean ms under continuous load: a cool GPU runs products up to 15 % faster for the first tens of ms."""
+    function()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(10):
+            function()
+        torch.cuda.synchronize()
+    begin.record()
+    for _ in range(30):
+        function()
+        count += 1
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def products_at(n: int, slices: tuple[int, ...]) -> dict[str, float]:
+    """TFLOP/s of the three products for a chunk of n rows, whole and by slices of rows, under continuous load."""
     d, v = LLAMA_3B.hidden_size, LLAMA_3B.vocab_size
     head = torch.randn(v, d, device=DEVICE, dtype=torch.bfloat16) * d**-0.5
     hidden = torch.randn(n, d, device=DEVICE, dtype=torch.bfloat16)
@@ -100,24 +127,80 @@ def products_at(n: int) -> dict[str, float]:
     out = torch.empty(n, d, device=DEVICE, dtype=torch.bfloat16)
     acc = torch.zeros(v, d, device=DEVICE)
     half = torch.zeros(v, d, device=DEVICE, dtype=torch.bfloat16)
-    times = {"logits": bench(lambda: torch.mm(hidden, head.t(), out=logits))}
+    calls: dict[str, Callable[[], Any]] = {"logits": lambda: torch.mm(hidden, head.t(), out=logits)}
+    for rows in slices:
+        calls[f"logits/{rows}"] = lambda rows=rows: mm_by_rows(hidden, head.t(), logits, rows)  # type: ignore[misc]
+    rates = {}
+    tera = 2 * n * d * v / 1e9
+    for name, call in calls.items():
+        rates[name] = tera / sustained(call)
     # Values like those of a gradient: power, and so the clock, depend on them.
     torch.softmax(logits, dim=1, out=logits)
-    times["dH"] = bench(lambda: torch.mm(logits, head, out=out))
-    times["dW fp32 +="] = bench(lambda: weight_grad(logits, hidden, acc, True))
-    times["dW fp32 ="] = bench(lambda: weight_grad(logits, hidden, acc, False))
-    times["dW bf16 ="] = bench(lambda: weight_grad(logits, hidden, half, False))
-    return times
+    calls = {"dH": lambda: torch.mm(logits, head, out=out)}
+    for rows in slices:
+        calls[f"dH/{rows}"] = lambda rows=rows: mm_by_rows(logits, head, out, rows)  # type: ignore[misc]
+    calls["dW fp32 +="] = lambda: weight_grad(logits, hidden, acc, True)
+    calls["dW fp32 ="] = lambda: weight_grad(logits, hidden, acc, False)
+    calls["dW bf16 ="] = lambda: weight_grad(logits, hidden, half, False)
+    half_v = v // 2
+
+    def by_vocabulary() -> None:
+        weight_grad(logits[:, :half_v], hidden, acc[:half_v], True)
+        weight_grad(logits[:, half_v:], hidden, acc[half_v:], True)
+
+    calls["dW += V/2"] = by_vocabulary
+    for name, call in calls.items():
+        rates[name] = tera / sustained(call)
+    return rates
 
 
 def products() -> Any:
-    """TFLOP/s of the three products by chunk."""
+    """TFLOP/s of the three products by chunk and slicing."""
     found = {}
-    for n in (1408, 2048, 2816, 3072, 4096, 4224, 5632):
-        found[n] = times = products_at(n)
-        tera = 2 * n * LLAMA_3B.hidden_size * LLAMA_3B.vocab_size / 1e9
-        say(f"chunk {n}: " + ", ".join(f"{name} {t:.3f} ms {tera / t:.0f}" for name, t in times.items()))
+    for n, slices in ((1408, ()), (2048, (1024,)), (2816, (1408, 704)), (3072, (1536, 2048)), (4096, (2048, 1408))):
+        found[n] = rates = products_at(n, slices)
+        say(f"chunk {n}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
     return found
+
+
+def slices() -> Any:
+    """The whole loss by the rows that a product takes at a time."""
+    case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
+    found = {}
+    for chunk, logits_rows, hidden_rows in (
+        (2816, None, None),
+        (2816, None, 1408),
+        (2816, 1408, 1408),
+        (3072, None, None),
+        (3072, 1024, None),
+        (3072, 2048, 1408),
+        (2816, None, None),
+    ):
+        product_settings.LOGITS_ROWS, product_settings.GRAD_HIDDEN_ROWS = logits_rows, hidden_rows
+        result = measure("fused", fused(chunk), case, 8)
+        found[f"{chunk} {logits_rows} {hidden_rows}"] = result
+        say(f"chunk {chunk}, logits by {logits_rows}, dH by {hidden_rows}: {result[0]:.1f} ms, {result[1]:.3f} GiB")
+    product_settings.LOGITS_ROWS = product_settings.GRAD_HIDDEN_ROWS = None
+    return found
+
+
+def power() -> Any:
+    """What the GPU says of its clock and power while the fused loss runs."""
+    case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
+    method = methods()["fused"]
+    fields = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-lms", "150"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sampler:
+        for _ in range(12):
+            method(case).backward()
+            case.hidden.grad = case.head_weight.grad = None
+            torch.cuda.synchronize()
+        sampler.terminate()
+        lines = (sampler.stdout.read() if sampler.stdout else "").splitlines()
+    say(fields)
+    for line in lines[-6:]:
+        say(line)
+    return lines
 
 
 def blas_libraries() -> Any:
@@ -138,7 +221,7 @@ def chunks() -> Any:
     closed = measure("closed_form", methods()["closed_form"], case, 5)
     say(f"closed form: {closed[0]:.1f} ms, {closed[1]:.3f} GiB")
     found: dict[Any, Any] = {"closed_form": closed}
-    for chunk in (1408, 2048, 2560, 2816, 3072, 4096, 4224):
+    for chunk in (2048, 2816, 3072, 4096):
         result = measure("fused", fused(chunk), case, 5)
         found[chunk] = result
         if result[0] and closed[0]:
@@ -266,7 +349,20 @@ def overlap() -> Any:
 
 SECTIONS: dict[str, Callable[[], Any]] = {
     f.__name__: f
-    for f in (row_kernel, products, chunks, single_chunk, overlap, profile, blas_libraries, all_methods, heads, long)
+    for f in (
+        row_kernel,
+        products,
+        slices,
+        power,
+        chunks,
+        single_chunk,
+        overlap,
+        profile,
+        blas_libraries,
+        all_methods,
+        heads,
+        long,
+    )
 }
 
 

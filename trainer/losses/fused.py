@@ -1,10 +1,11 @@
 """Fused method: hidden states and head weight in, loss and gradients out, one chunk of logits alive at a time.
 
 For each chunk of rows: logits = hidden @ head^T; the row kernel turns them into their gradient in place;
-grad_hidden = G @ head; grad_head += G^T @ hidden. Everything happens in the forward pass, so there are three
+grad_hidden = G @ head; grad_head += G^T @ hidden, in float32. Everything happens in the forward pass, so there are three
 products where recomputing needs four or five, and backward only multiplies by the incoming scalar.
 
-Cost: 6 N d V FLOP; extra memory chunk * V * bytes + V * d * (4 + bytes) + N * d * bytes at the worst moment.
+Cost: 6 N d V FLOP; extra memory V * d * 4 + max(chunk * V, V * d) * bytes + N * d * bytes at the worst moment:
+the chunk of logits is gone when backward rounds the head's gradient to the head's dtype.
 
 It is one custom operator, so torch.compile sees one node, and nothing in it waits for the device.
 """
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.losses import torch_row
+from trainer.losses import products, torch_row
 from trainer.losses.forward_chunked import forward_chunked_loss
 from trainer.losses.grad_scale import scaled, scaled_in_place
 from trainer.losses.options import LossOptions
-from trainer.losses.products import accumulator_dtype, weight_grad
+from trainer.losses.products import accumulator_dtype, mm_by_rows, weight_grad
 from trainer.losses.rows import TeacherRows
 
 # fp16 cannot hold dloss/dlogits of a mean over many rows; the kernel works on this multiple of the sum's gradient.
@@ -75,7 +76,7 @@ def fused_kl(
     """Loss (sum over rows times loss_scale) and the gradients of its rows scaled by row_scale.
 
     Returns loss [], grad_hidden [N, d], grad_weight [V, d], grad_bias [V]; what is not needed is empty.
-    grad_weight is float32 for fp16 heads and where main_grad is given, else in the head's dtype.
+    grad_weight is in the head's dtype if one product made it (see `_weight_grad_dtype`), else in float32.
     `main_grad` is only carried to the backward pass; `recompute` asks for no gradients now.
     """
     options = LossOptions(tail, divergence, jsd_beta, temperature, ce_weight, z_loss, softcap)
@@ -83,7 +84,6 @@ def fused_kl(
     acc_dtype = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = (x and not recompute for x in (need_hidden, need_weight, need_bias))
     write_grad = need_hidden or need_weight or need_bias
-    weight_out = _weight_grad_dtype(head_weight, main_grad)
     head = head_weight[:vocab_size]
     head_t = head.t()
     head_bias = None if bias is None else bias[:vocab_size]
@@ -93,9 +93,8 @@ def fused_kl(
     grad_bias = bias.new_zeros(bias.shape, dtype=acc_dtype) if need_bias and bias is not None else hidden.new_empty(0)
     grad_weight = hidden.new_empty(0)
     if need_weight:
-        # One chunk: the product itself sums in float32 and rounds once.
-        grad_dtype = weight_out if len(starts) <= 1 else acc_dtype
-        grad_weight = head_weight.new_empty(head_weight.shape, dtype=grad_dtype)
+        weight_dtype = _weight_grad_dtype(head_weight, main_grad, n, chunk_size)
+        grad_weight = head_weight.new_empty(head_weight.shape, dtype=weight_dtype)
         grad_weight[vocab_size:].zero_()
         if n == 0:
             grad_weight.zero_()
@@ -109,7 +108,7 @@ def fused_kl(
         if has_invalid:  # the hidden state of a padding position may be NaN, and 0 * NaN would reach the head
             h = h.masked_fill((row_scale[part] == 0)[:, None], 0.0)
         chunk = logits[: h.shape[0]]
-        torch.mm(h, head_t, out=chunk)
+        mm_by_rows(h, head_t, chunk, products.LOGITS_ROWS)
         losses.append(
             kernel(
                 chunk,
@@ -124,30 +123,32 @@ def fused_kl(
             )
         )
         if need_hidden:
-            torch.mm(chunk, head, out=grad_hidden[part])
+            mm_by_rows(chunk, head, grad_hidden[part], products.GRAD_HIDDEN_ROWS)
         if need_weight:
             weight_grad(chunk, h, grad_weight[:vocab_size], accumulate=start > 0)
         if need_bias:
             grad_bias[:vocab_size] += chunk.sum(dim=0, dtype=acc_dtype)
-    del logits
-    if need_weight and grad_weight.dtype != weight_out:
-        grad_weight = grad_weight.to(weight_out)
     loss = torch.cat(losses).sum() * loss_scale if losses else loss_scale * 0.0
     return loss, grad_hidden, grad_weight, grad_bias
 
 
-def _weight_grad_dtype(head_weight: Tensor, main_grad: Tensor | None) -> torch.dtype:
-    keep = main_grad is not None or head_weight.dtype == torch.float16
-    return accumulator_dtype(head_weight.dtype) if keep else head_weight.dtype
+def _weight_grad_dtype(head_weight: Tensor, main_grad: Tensor | None, rows: int, chunk_size: int) -> torch.dtype:
+    """The head's own dtype if one product forms the gradient, which sums in float32 and rounds once; else float32.
+
+    fp16 stays float32 because of FP16_SCALE, and main_grad because it is float32 itself.
+    """
+    if rows > chunk_size or main_grad is not None or head_weight.dtype == torch.float16:
+        return accumulator_dtype(head_weight.dtype)
+    return head_weight.dtype
 
 
 @fused_kl.register_fake
 def _(hidden, head_weight, bias, *args):  # type: ignore[no-untyped-def]
     main_grad = args[6]
-    need_hidden, need_weight, need_bias, recompute = args[-4:]
+    chunk_size, _, need_hidden, need_weight, need_bias, recompute = args[-6:]
     acc_dtype = accumulator_dtype(hidden.dtype)
     empty = hidden.new_empty(0)
-    weight_dtype = _weight_grad_dtype(head_weight, main_grad)
+    weight_dtype = _weight_grad_dtype(head_weight, main_grad, hidden.shape[0], chunk_size)
     return (
         hidden.new_empty((), dtype=acc_dtype),
         torch.empty_like(hidden) if need_hidden and not recompute else empty,

@@ -17,10 +17,17 @@ def scaled_in_place(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     On CUDA a factor of exactly one (a plain `loss.backward()`) costs a launch and no memory traffic: the
     kernel looks at the scalar on the device.
     """
+    on_gpu = grad.is_cuda and torch.float64 not in (grad.dtype, dtype)
     if grad.dtype != dtype:
-        return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+        out = torch.empty_like(grad, dtype=dtype)
+        if on_gpu:
+            from trainer.losses.triton_scale import scale_into
+
+            scale_into(grad, factor, out)
+            return out
+        return torch.mul(grad, factor, out=out)
     grad = grad.data  # the saved tensor's own memory: its version must not count as modified
-    if grad.is_cuda and dtype != torch.float64:
+    if on_gpu:
         from trainer.losses.triton_scale import scale_unless_one
 
         scale_unless_one(grad, factor)

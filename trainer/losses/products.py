@@ -5,6 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Rows per call of the logits product and of the hidden states' gradient on CUDA; None for a whole chunk.
+LOGITS_ROWS: int | None = None
+GRAD_HIDDEN_ROWS: int | None = None
+
+
+def mm_by_rows(left: Tensor, right: Tensor, out: Tensor, rows: int | None) -> None:
+    """out = left @ right, in calls of at most `rows` rows of `left`."""
+    if rows is None or not left.is_cuda or left.shape[0] <= rows:
+        torch.mm(left, right, out=out)
+        return
+    for start in range(0, left.shape[0], rows):
+        part = slice(start, start + rows)
+        torch.mm(left[part], right, out=out[part])
+
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""

@@ -38,9 +38,10 @@ _DIVERGENCE = {"forward": 0, "reverse": 1, "jsd": 2}
 class LaunchConfig:
     """Columns per step, warps per program, and programs per multiprocessor (each takes one row at a time)."""
 
-    block: int = 8192
+    block: int = 16384
     num_warps: int = 32
     programs_per_sm: int = 1
+    stages: int = 1
 
 
 @triton.jit
@@ -190,6 +191,7 @@ def _row_kernel(
     WRITE_GRAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     k = tl.arange(0, BLOCK_K)
@@ -231,7 +233,7 @@ def _row_kernel(
             # 2. logsumexp outside the K. Loads run to the padded stride, so that they stay wide for an odd vocabulary.
             offset = tl.max(y, axis=0)
             sums = tl.zeros([BLOCK_V], dtype=tl.float32)
-            for start in range(0, row_stride, BLOCK_V):
+            for start in tl.range(0, row_stride, BLOCK_V, num_stages=STAGES):
                 cols = start + lanes
                 raw_v = tl.load(base + cols, mask=cols < row_stride, other=-float("inf"), eviction_policy="evict_last")
                 z = _bias_cap_scale(
@@ -293,8 +295,10 @@ def _row_kernel(
                     grad = grad * (1.0 - ratio_k * ratio_k)
                     ratio_l = z_label / (softcap * logit_scale)
                     label_grad = label_grad * (1.0 - ratio_l * ratio_l)
-                for start in range(0, row_stride, BLOCK_V):
-                    cols = start + lanes
+                # Backwards: the end of the row is what the first pass left in L2.
+                blocks = (row_stride + BLOCK_V - 1) // BLOCK_V
+                for i in tl.range(0, blocks, num_stages=STAGES):
+                    cols = (blocks - 1 - i) * BLOCK_V + lanes
                     raw_v = tl.load(
                         base + cols, mask=cols < row_stride, other=-float("inf"), eviction_policy="evict_first"
                     )
@@ -375,6 +379,7 @@ def loss_and_grad_in_place(
         WRITE_GRAD=write_grad,
         BLOCK_V=min(config.block, triton.next_power_of_2(max(row_stride, 16))),
         BLOCK_K=triton.next_power_of_2(max(k, 2)),
+        STAGES=config.stages,
         num_warps=config.num_warps,
     )
     return loss

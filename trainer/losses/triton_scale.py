@@ -1,4 +1,4 @@
-"""x *= factor for a scalar on the device, skipped on the device when the factor is one."""
+"""Multiply by a scalar that lives on the device, without asking the device for it."""
 
 from __future__ import annotations
 
@@ -24,3 +24,19 @@ def scale_unless_one(x: Tensor, factor: Tensor) -> None:
     grid = (triton.cdiv(x.numel(), block),)
     if x.numel():
         _scale_kernel[grid](x, factor.to(torch.float32), x.numel(), BLOCK=block, num_warps=8)
+
+
+@triton.jit
+def _scale_into_kernel(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    x = tl.load(x_ptr + offsets, mask=mask).to(tl.float32)
+    tl.store(out_ptr + offsets, (x * tl.load(factor_ptr)).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out = x * float32 factor [], rounded once to out's dtype; both contiguous."""
+    block = 8192
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), block),)
+        _scale_into_kernel[grid](x, factor.to(torch.float32), out, x.numel(), BLOCK=block, num_warps=8)
