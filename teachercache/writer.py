@@ -16,6 +16,7 @@ from teachercache.errors import CommitConflict, MissingObject, SpecMismatch
 from teachercache.manifest import Manifest, publish, read_commits, read_plans, read_quarantines
 from teachercache.plan import Plan, Quarantine
 from teachercache.record import Record
+from teachercache.reuse import ReuseIndex
 from teachercache.spec import CacheSpec
 from teachercache.store import Exists, Store
 from teachercache.tokenizer import upload_tokenizer
@@ -70,7 +71,7 @@ class CacheWriter:
         self.store = store
         self.spec = spec
         self.codec = codec
-        self._grace = grace_seconds
+        self.grace_seconds = grace_seconds
 
     @property
     def url(self) -> str:
@@ -98,7 +99,7 @@ class CacheWriter:
         yield from read_commits(self.store)
 
     def new_attempt(self, shard_id: str) -> ShardAttempt:
-        return ShardAttempt(self.store, self.spec, shard_id, codec=self.codec, grace_seconds=self._grace)
+        return ShardAttempt(self.store, self.spec, shard_id, codec=self.codec, grace_seconds=self.grace_seconds)
 
     def commit(
         self,
@@ -136,6 +137,10 @@ class CacheWriter:
         """The last quarantine of every shard that has one and no commit."""
         committed = self.committed()
         return {shard: entry for shard, entry in read_quarantines(self.store).items() if shard not in committed}
+
+    def reuse_index(self) -> ReuseIndex:
+        """content_key -> the committed record with those rows; see `teachercache.reuse`."""
+        return ReuseIndex(self.store, self.spec)
 
     def publish(self, *, allow_partial: bool = False, allow_repeated_content: bool = False) -> Manifest:
         """Make everything that is committed visible as the next manifest; see `teachercache.manifest.publish`."""

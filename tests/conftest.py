@@ -38,7 +38,7 @@ def s3_url(s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) 
     return _use(s3_server("moto"), monkeypatch)
 
 
-@pytest.fixture(params=["moto", "localbucket", "nanio"])
+@pytest.fixture(params=["moto", "localbucket"])
 def any_s3_url(
     request: pytest.FixtureRequest, s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
 ) -> str:
@@ -56,7 +56,9 @@ def any_url(
     return _use(s3_server(request.param), monkeypatch) + "/team/cache"
 
 
-@pytest.fixture
-def unsafe_s3_url(s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL of a fresh bucket on rclone's `serve s3`, which ignores If-None-Match."""
-    return _use(s3_server("rclone"), monkeypatch)
+@pytest.fixture(params=["rclone", "nanio"])
+def unsafe_s3_url(
+    request: pytest.FixtureRequest, s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """URL of a fresh bucket on each S3 server that ignores If-None-Match, one after the other."""
+    return _use(s3_server(request.param), monkeypatch)

@@ -1,4 +1,4 @@
-"""S3 servers on free loopback ports for tests: moto, localbucket, nanio, and rclone (which ignores conditions).
+"""S3 servers on free loopback ports for tests: moto and localbucket; nanio and rclone, which ignore conditions.
 
 Each is a child process that dies with its context manager. `env()` is what a client needs: endpoint, keys, region.
 """

@@ -1,0 +1,111 @@
+"""Garbage collection: removes what no reader and no writer can need. A dry run unless told.
+
+Kept is every file that a retained manifest names, and every file of a commit that is not replaced. What is left are
+orphans (uploads whose attempt died or lost), removed when older than the grace period by the *server's* clock, and
+files of replaced shards that no retained manifest names. An attempt that slept longer than half the grace period
+refuses to commit (`commit.py`), so an orphan that old never becomes part of the cache.
+
+Listing order matters: data first, commits and manifests after. A commit that appears in between then protects its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from teachercache import layout
+from teachercache.commit import GRACE_SECONDS, Commit
+from teachercache.errors import UsageError
+from teachercache.manifest import Manifest, load_manifest, manifest_numbers, read_commits
+from teachercache.spec import CacheSpec
+from teachercache.store import ObjectInfo, Store
+
+MIN_GRACE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """What `collect` removed, or would remove."""
+
+    dry_run: bool
+    manifests: list[ObjectInfo]  # expired
+    orphans: list[ObjectInfo]  # uploads without a commit
+    replaced: list[ObjectInfo]  # files of replaced shards
+    scratch: list[ObjectInfo]  # leftovers of probes, leases that ran out
+    kept_files: int
+    waiting: int  # orphans that are younger than the grace period
+
+    @property
+    def objects(self) -> list[ObjectInfo]:
+        return [*self.manifests, *self.orphans, *self.replaced, *self.scratch]
+
+    @property
+    def bytes(self) -> int:
+        return sum(o.size for o in self.objects)
+
+
+def collect(
+    store: Store,
+    spec: CacheSpec,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    keep_manifests: int | None = None,
+    dry_run: bool = True,
+) -> Collection:
+    """Find, and unless `dry_run` remove, what nobody needs.
+
+    keep_manifests: expire all but the newest so many; None keeps every manifest. Runs pinned to an expired one end with
+    an error that says so. Every process that writes to the cache must use the same grace period.
+    """
+    if grace_seconds < MIN_GRACE_SECONDS:
+        raise UsageError(
+            f"a grace period of {grace_seconds:g} s would collect running uploads; expected {MIN_GRACE_SECONDS:g} s or more."
+        )
+    if keep_manifests is not None and keep_manifests < 1:
+        raise UsageError(
+            f"keep_manifests must be at least 1, found {keep_manifests}: the newest manifest is never removed."
+        )
+    data = store.list(layout.DATA)
+    limit = store.now() - timedelta(seconds=grace_seconds)
+
+    numbers = manifest_numbers(store)
+    retained = numbers if keep_manifests is None else numbers[-keep_manifests:]
+    manifests = [load_manifest(store, n, spec.digest) for n in retained]
+    commits = read_commits(store)
+    newest = manifests[-1] if manifests else None
+
+    named = {entry.path for manifest in manifests for entry in manifest.files}
+    dead = {c.shard_id for c in commits if newest is not None and is_dead(c, newest)}
+    live = {entry.path for c in commits if c.shard_id not in dead for entry in c.files}
+    of_dead = {entry.path for c in commits if c.shard_id in dead for entry in c.files}
+
+    unneeded = [o for o in data if o.path not in named and o.path not in live]
+    unclaimed = [o for o in unneeded if o.path not in of_dead]
+    expired = {layout.manifest_path(n) for n in numbers if n not in retained}
+    found = Collection(
+        dry_run=dry_run,
+        manifests=[o for o in store.list(layout.MANIFESTS) if o.path in expired],
+        orphans=[o for o in unclaimed if o.modified < limit],
+        replaced=[o for o in unneeded if o.path in of_dead],
+        scratch=[o for prefix in (layout.PROBES, layout.LEASES) for o in store.list(prefix) if o.modified < limit],
+        kept_files=len(data) - len(unneeded),
+        waiting=sum(o.modified >= limit for o in unclaimed),
+    )
+    if not dry_run:
+        # Manifests first: killed in between, no manifest names a file that is gone.
+        _delete(store, found.manifests)
+        _delete(store, [*found.orphans, *found.replaced, *found.scratch])
+    return found
+
+
+def is_dead(commit: Commit, newest: Manifest) -> bool:
+    """Whether a published manifest has settled that a commit's files are no part of the cache, now or later."""
+    if commit.shard_id in newest.replaced:
+        return True
+    return any(newest.replaced.get(old, commit.shard_id) != commit.shard_id for old in commit.replaces)
+
+
+def _delete(store: Store, objects: Iterable[ObjectInfo]) -> None:
+    for item in objects:
+        store.delete(item.path)

@@ -1,0 +1,109 @@
+"""Other readers, without our code: they get the files that `teachercache ls --files` prints, and see the same rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+
+import teachercache
+from teachercache.synthetic import synthetic_records, synthetic_spec
+
+SPEC = synthetic_spec(vocab_size=50_000, top_k=100)
+S3_TEMPLATE = "s3://"
+
+
+@pytest.fixture(scope="module")
+def cache(s3_server):
+    """A cache on S3 with two splits, and what our reader says: {(doc_id, position): (top-1 id, log-probability)}."""
+    server = s3_server("moto")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env().items():
+            patch.setenv(name, value)
+        url = server.new_bucket() + "/cache"
+        writer = teachercache.create(url, SPEC)
+        writer.commit("a", synthetic_records(SPEC, 12, seed=1, prefix="a"))
+        writer.commit("b", synthetic_records(SPEC, 5, seed=2, prefix="b", split="heldout"))
+        writer.publish()
+        expected = {
+            (r.doc_id, int(p)): (int(r.topk_ids[i, 0]), float(r.topk_logprobs[i, 0]))
+            for r in teachercache.open(url).records()
+            for i, p in enumerate(r.row_pos)
+        }
+        yield server, url, expected
+
+
+@pytest.fixture
+def files(cache):
+    server, url, _ = cache
+    command = [sys.executable, "-m", "teachercache.cli", "ls", "--files", url]
+    done = subprocess.run(
+        command, env=os.environ | server.env(), capture_output=True, text=True, check=True, timeout=120
+    )
+    paths = done.stdout.split()
+    assert len(paths) == 2
+    assert all(p.startswith("s3://") for p in paths)
+    return paths
+
+
+@pytest.fixture
+def local_files(cache, files, tmp_path):
+    """The same objects, fetched with boto3: a stand-in for readers whose S3 extension is a download."""
+    client, out = cache[0].client(), []
+    for i, path in enumerate(files):
+        bucket, key = path.removeprefix("s3://").split("/", 1)
+        out.append(str(tmp_path / f"{i}.parquet"))
+        client.download_file(bucket, key, out[-1])
+    return out
+
+
+def test_duckdb_reads_the_rows(cache, local_files):
+    rows = duckdb.sql(
+        f"""
+        with windows as (select doc_id, unnest(row_pos) as pos, unnest(topk_ids) as ids, unnest(topk_logprobs) as lps
+                         from read_parquet({local_files}))
+        select doc_id, pos, ids[1], lps[1] from windows
+        """
+    ).fetchall()
+    assert {(doc, pos): (top, lp) for doc, pos, top, lp in rows} == cache[2]
+
+
+def test_polars_reads_the_rows_from_s3(cache, files):
+    server, _, expected = cache
+    options = {
+        "aws_endpoint_url": server.endpoint,
+        "aws_access_key_id": server.env()["AWS_ACCESS_KEY_ID"],
+        "aws_secret_access_key": server.env()["AWS_SECRET_ACCESS_KEY"],
+        "aws_region": "us-east-1",
+        "aws_allow_http": "true",
+    }
+    frame = pl.scan_parquet(files, storage_options=options, hive_partitioning=False).select(
+        "doc_id", "row_pos", pl.col("topk_ids").list.eval(pl.element().arr.get(0)).alias("top"),
+        pl.col("topk_logprobs").list.eval(pl.element().arr.get(0)).alias("lp"),
+    ).collect().explode("row_pos", "top", "lp")  # fmt: skip
+    assert {(doc, pos): (top, lp) for doc, pos, top, lp in frame.iter_rows()} == expected
+
+
+def test_pandas_reads_the_rows_from_s3(cache, files, monkeypatch):
+    server, _, expected = cache
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    found = {}
+    for path in files:
+        frame = pd.read_parquet(path, columns=["doc_id", "row_pos", "topk_ids", "topk_logprobs"])
+        for row in frame.itertuples():
+            for pos, ids, lps in zip(row.row_pos, row.topk_ids, row.topk_logprobs, strict=True):
+                found[row.doc_id, int(pos)] = (int(ids[0]), float(lps[0]))
+    assert found == expected
+
+
+def test_stored_log_probabilities_are_float16_values(cache, local_files):
+    values = pl.read_parquet(local_files[0])["topk_logprobs"].explode().explode().to_numpy()
+    assert values.dtype == np.float32
+    assert np.array_equal(values, values.astype(np.float16).astype(np.float32))

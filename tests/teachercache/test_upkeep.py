@@ -1,0 +1,236 @@
+"""optimize, gc, append and re-use: every document of the newest manifest is there exactly once, older pins still read."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+import teachercache
+from teachercache import layout
+from teachercache.commit import ShardAttempt
+from teachercache.errors import MissingObject, NotACache, RepeatedContent, StaleAttempt, UsageError
+from teachercache.gc import collect
+from teachercache.manifest import manifest_numbers
+from teachercache.optimize import optimize
+from teachercache.store import Store
+from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.verify import verify
+
+SPEC = synthetic_spec()
+
+
+def writer_with(url, shards, per_shard=4):
+    writer = teachercache.create(url, SPEC)
+    for i in shards:
+        writer.commit(f"s{i}", synthetic_records(SPEC, per_shard, seed=i, prefix=f"s{i}"))
+    writer.publish()
+    return writer
+
+
+def documents(url, manifest=None):
+    return sorted(r.doc_id for r in teachercache.open(url, manifest).records(columns={"doc_id"}))
+
+
+class Clock:
+    """Makes the store's objects look older than they are: the server's clock runs ahead."""
+
+    def __init__(self, monkeypatch):
+        self.ahead, real = 0.0, Store.now
+        from datetime import timedelta
+
+        monkeypatch.setattr(Store, "now", lambda store: real(store) + timedelta(seconds=self.ahead))
+
+
+def test_optimize_merges_small_files_and_changes_no_record(any_url):
+    writer = writer_with(any_url, range(6))
+    before = list(teachercache.open(any_url).records())
+    done = optimize(writer)
+    assert (done.files_before, done.files_after, done.removed) == (6, 1, 0)
+    after = {r.doc_id: r for r in teachercache.open(any_url).records()}
+    assert all(after[r.doc_id].same_as(r) for r in before)
+    assert documents(any_url, manifest=1) == documents(any_url, manifest=2), "the older manifest still reads"
+    again = optimize(writer)
+    assert (again.bins, again.manifest.number) == (0, 2), "nothing left to do"
+    assert verify(Store.open(any_url), SPEC).ok
+
+
+def test_a_document_taken_down_is_gone_after_older_manifests_expire(tmp_path):
+    writer = writer_with(tmp_path, range(3))
+    optimize(writer, without={"s1-00002"})
+    assert "s1-00002" not in documents(tmp_path)
+    assert len(documents(tmp_path)) == 11
+    assert "s1-00002" in documents(tmp_path, manifest=1)
+    assert collect(writer.store, SPEC, dry_run=False).objects == [], "manifest 1 still holds its files"
+    collect(writer.store, SPEC, keep_manifests=1, dry_run=False)
+    with pytest.raises(NotACache, match="has no manifest 1"):
+        teachercache.open(tmp_path, manifest=1)
+    assert not list(tmp_path.rglob("s1-*.parquet"))
+    assert len(documents(tmp_path)) == 11
+    assert writer.committed() >= {"s0", "s1", "s2"}, "the shard is not computed again"
+    assert verify(writer.store, SPEC).ok
+    with pytest.raises(UsageError, match="holds no document 'nobody'"):
+        optimize(writer, without={"nobody"})
+
+
+def test_two_optimisers_of_overlapping_shards_repeat_nothing(tmp_path):
+    writer = writer_with(tmp_path, range(4))
+    records = {i: synthetic_records(SPEC, 4, seed=i, prefix=f"s{i}") for i in range(4)}
+    for name, shards in (("opt-b", (0, 1)), ("opt-a", (1, 2)), ("opt-c", (3,))):
+        merged = [r for i in shards for r in records[i]]
+        writer.commit(name, merged, replaces=[f"s{i}" for i in shards])
+    manifest = writer.publish()
+    assert manifest.replaced == {"s1": "opt-a", "s2": "opt-a", "s3": "opt-c"}
+    assert len(documents(tmp_path)) == len(set(documents(tmp_path))) == 16
+    late = [r for i in (0, 1) for r in records[i]]
+    writer.commit("opt-0", late, replaces=["s0", "s1"])
+    assert writer.publish().replaced == manifest.replaced, "what was settled stays, whatever sorts before it"
+    found = collect(writer.store, SPEC, dry_run=False)
+    assert found.orphans == []
+    assert verify(writer.store, SPEC).ok
+
+
+def test_gc_keeps_young_orphans_and_removes_old_ones_by_the_servers_clock(any_url, monkeypatch):
+    clock = Clock(monkeypatch)
+    writer = writer_with(any_url, range(2))
+    with ShardAttempt(writer.store, SPEC, "lost") as attempt:
+        attempt.build(synthetic_records(SPEC, 2, prefix="lost"))
+        attempt.upload()
+        orphan = attempt.entries[0].path
+    assert (collect(writer.store, SPEC).waiting, collect(writer.store, SPEC).objects) == (1, [])
+    clock.ahead = 8 * 24 * 3600.0
+    dry = collect(writer.store, SPEC)
+    assert [o.path for o in dry.orphans] == [orphan]
+    assert writer.store.exists(orphan), "a dry run removes nothing"
+    collect(writer.store, SPEC, dry_run=False)
+    assert not writer.store.exists(orphan)
+    assert len(documents(any_url)) == 8
+
+
+def test_an_attempt_that_slept_past_half_the_grace_period_gives_up(tmp_path):
+    writer = writer_with(tmp_path, [0])
+    now = [0.0]
+    with ShardAttempt(writer.store, SPEC, "s9", grace_seconds=100.0, clock=lambda: now[0]) as attempt:
+        attempt.build(synthetic_records(SPEC, 1, prefix="z"))
+        attempt.upload()
+        now[0] = 51.0
+        with pytest.raises(StaleAttempt, match="51 s ago"):
+            attempt.commit()
+    assert writer.committed() == {"s0"}
+
+
+def test_an_attempt_whose_file_was_collected_cannot_commit(tmp_path):
+    writer = writer_with(tmp_path, [0])
+    with ShardAttempt(writer.store, SPEC, "s9") as attempt:
+        attempt.build(synthetic_records(SPEC, 1, prefix="z"))
+        attempt.upload()
+        writer.store.delete(attempt.entries[0].path)
+        with pytest.raises(MissingObject):
+            attempt.commit()
+
+
+def test_a_grace_period_of_nothing_is_refused(tmp_path):
+    writer = writer_with(tmp_path, [0])
+    with pytest.raises(UsageError, match="would collect running uploads"):
+        collect(writer.store, SPEC, grace_seconds=0)
+    with pytest.raises(UsageError, match="at least 1"):
+        collect(writer.store, SPEC, keep_manifests=0)
+
+
+def test_appending_leaves_readers_pinned_and_shards_unchanged(any_url):
+    writer = writer_with(any_url, range(2))
+    pinned = teachercache.open(any_url)
+    first = {f.path for f in pinned.manifest.files}
+    writer.commit("new", synthetic_records(SPEC, 3, prefix="new", source="web"))
+    second = writer.publish()
+    assert first < {f.path for f in second.files}
+    assert len(list(pinned.records())) == 8
+    assert teachercache.open(any_url, manifest=1).manifest == pinned.manifest
+
+
+def test_committed_rows_are_found_by_content_key_and_copied(any_url):
+    writer = writer_with(any_url, range(3))
+    index = writer.reuse_index()
+    assert len(index) == 12
+    source = synthetic_records(SPEC, 4, seed=1, prefix="s1")[2]
+    key = teachercache.content_key(SPEC.digest, source.input_ids, source.row_pos)
+    assert key in index
+    copied = index.get(key)
+    assert copied.doc_id == "s1-00002"
+    assert index.get(b"\0" * 16) is None
+    writer.commit("again", [dataclasses.replace(copied, doc_id="renamed", source="other", meta={"licence": "MIT"})])
+    writer.publish()
+    found = next(teachercache.open(any_url).records(source="other"))
+    assert found.content_key == key
+    assert (found.topk_logprobs == copied.topk_logprobs).all()
+
+
+def test_content_in_two_splits_is_counted_and_refused_unless_told(tmp_path):
+    writer = writer_with(tmp_path, range(2))
+    leak = dataclasses.replace(synthetic_records(SPEC, 4, seed=1, prefix="s1")[0], doc_id="leaked", split="heldout")
+    writer.commit("h", [leak])
+    with pytest.raises(RepeatedContent, match="2 records hold content that stands in another split"):
+        writer.publish()
+    assert manifest_numbers(writer.store) == [1]
+    assert writer.publish(allow_repeated_content=True).repeated_content == 2
+
+
+def test_the_same_document_committed_by_two_shards_is_refused(tmp_path):
+    writer = writer_with(tmp_path, range(2))
+    writer.commit("twin", synthetic_records(SPEC, 4, seed=7, prefix="s1"))
+    with pytest.raises(teachercache.errors.DuplicateDocument, match="'s1-00000' window 0"):
+        writer.publish()
+    assert any("committed twice" in p.message for p in verify(writer.store, SPEC).problems)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_of_append_publish_optimize_and_gc_keeps_every_document_once(tmp_path, seed, monkeypatch):
+    """Two writers take random turns; after each step the newest manifest holds all that was published, once."""
+    clock, rng = Clock(monkeypatch), random.Random(seed)
+    writers = [teachercache.create(tmp_path, SPEC) for _ in range(2)]
+    committed: set[str] = set()
+    expected: set[str] = set()
+    taken: set[str] = set()
+    published = False
+    for step in range(25):
+        writer, action = rng.choice(writers), rng.choice(["append", "append", "publish", "optimize", "remove", "gc", "orphan"])
+        if action == "append":
+            records = synthetic_records(SPEC, 3, seed=step + 100 * seed, prefix=f"d{step}")
+            writer.commit(f"shard-{step}", records)
+            committed |= {r.doc_id for r in records}
+        elif action == "orphan":
+            with ShardAttempt(writer.store, SPEC, f"orphan-{step}") as attempt:
+                attempt.build(synthetic_records(SPEC, 1, prefix=f"o{step}"))
+                attempt.upload()
+        elif action == "gc":
+            clock.ahead = 30 * 24 * 3600.0
+            collect(writer.store, SPEC, keep_manifests=rng.choice([None, 1, 2]), dry_run=False)
+            clock.ahead = 0.0
+        elif committed and (expected or action != "remove"):
+            if action == "publish":
+                writer.publish()
+            elif action == "optimize":
+                optimize(writer, target_bytes=rng.choice([1, 10**4, 10**9]))
+            else:
+                gone = set(rng.sample(sorted(expected), 1))
+                optimize(writer, without=gone)
+                taken |= gone
+            expected, published = committed - taken, True
+        if published:
+            counts = Counter(r.doc_id for r in teachercache.open(tmp_path).records(columns={"doc_id"}))
+            assert set(counts) == expected
+            assert set(counts.values()) <= {1}
+            for number in manifest_numbers(writer.store):
+                list(teachercache.open(tmp_path, number).records(columns={"doc_id"}))
+    if published:
+        assert verify(writers[0].store, SPEC).problems == []
+
+
+def test_scratch_objects_are_removed(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    writer = writer_with(tmp_path, [0])
+    writer.store.create(layout.PROBES + "left", b"x")
+    clock.ahead = 8 * 24 * 3600.0
+    assert [o.path for o in collect(writer.store, SPEC, dry_run=False).scratch] == ["probes/left"]
