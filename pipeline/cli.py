@@ -194,6 +194,25 @@ def quarantine(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    target: Annotated[str | None, typer.Argument(help="job file or URL whose store is checked as well")] = None,
+    overrides: Overrides = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="do not probe conditional writes")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path.  Exit status 1 = unfit."""
+    from pipeline.doctor import examine_pipeline
+    from teachercache import doctor as common
+
+    findings = examine_pipeline(_cache_of(target, overrides) if target else None, write=not read_only)
+    if as_json:
+        print(json.dumps(common.as_json(findings)))
+    else:
+        common.print_findings(findings, _consoles(False))
+    raise typer.Exit(common.verdict(findings))
+
+
 def _cache_of(target: str, overrides: list[str] | None) -> str:
     if target.endswith((".yaml", ".yml")):
         config: JobConfig = load_job(target, overrides)

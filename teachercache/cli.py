@@ -240,6 +240,26 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    url: Annotated[str | None, typer.Argument(help="Also check this store: s3://bucket/prefix or a path.")] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Do not probe conditional writes.")] = False,
+    json_: Json = False,
+) -> None:
+    """Check this machine and, with a URL, its store: what was found and what to do. Exit status 1 where it cannot work.
+
+    Example: teachercache doctor s3://bucket/cache     Ray and vLLM: python -m pipeline doctor
+    """
+    from teachercache.doctor import as_json, examine, print_findings, verdict
+
+    findings = examine(url, write=not read_only)
+    if json_:
+        print_json(as_json(findings))
+    else:
+        print_findings(findings, out)
+    raise typer.Exit(verdict(findings))
+
+
 def main() -> None:
     """Entry point: one line for an error that a user can understand, and its exit status."""
     try:

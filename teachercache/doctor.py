@@ -1,0 +1,182 @@
+"""Is this machine fit?  Python, packages, disk, shared memory, GPU, and the store's conditions and credentials.
+
+    teachercache doctor s3://bucket/prefix
+
+Every finding says what was looked at, what was found and what to do. What belongs to Ray and vLLM is checked by
+`python -m pipeline doctor`, which starts from these findings; this module imports neither (nor torch).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from teachercache import layout
+from teachercache.errors import StoreDenied, StoreUnavailable, TeacherCacheError
+from teachercache.store import Store
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+GIB = 2**30
+SCRATCH_FAIL, SCRATCH_WARN = 2 * GIB, 20 * GIB  # a shard of two million rows is built locally: about 0.6 GB a file
+NEEDED = {"pyarrow": (20,), "s3fs": (2025, 3), "fsspec": (2025, 3), "tokenizers": (0, 20)}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check: `status` is ok, warn (works, but read this) or fail (this will not work)."""
+
+    check: str
+    status: str
+    found: str
+    do: str = ""
+
+
+def examine(url: str | None = None, *, write: bool = True) -> list[Finding]:
+    """All checks of this module; `write` false leaves the probe of the store's conditions out."""
+    found = [check_python(), *check_packages(), check_scratch(), check_shared_memory(), check_gpu()]
+    if url is not None:
+        found += check_store(url, write=write)
+    return found
+
+
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
+    shown = ".".join(map(str, version))
+    if version < (3, 10):
+        return Finding("python", FAIL, shown, "expected 3.10 or newer: make the environment with another interpreter")
+    return Finding("python", OK, f"{shown} on {platform.system()} {platform.machine()}")
+
+
+def check_packages() -> list[Finding]:
+    findings = []
+    for name, least in NEEDED.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            findings.append(Finding(name, FAIL, "not installed", f"pip install {name}"))
+            continue
+        if release(version) < least:
+            wanted = ".".join(map(str, least))
+            findings.append(Finding(name, FAIL, version, f"expected {wanted} or newer: pip install -U {name}"))
+        else:
+            findings.append(Finding(name, OK, version))
+    return findings
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2025.3.2.post1 → (2025, 3, 2)."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def check_scratch() -> Finding:
+    """Files are built and verified locally before they are uploaded whole."""
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    shown = f"{free / GIB:.1f} GiB free in {folder}"
+    if free < SCRATCH_FAIL:
+        return Finding("scratch disk", FAIL, shown, "expected 2 GiB at least: free some, or point TMPDIR at a larger disk")
+    if free < SCRATCH_WARN:
+        return Finding("scratch disk", WARN, shown, "20 GiB are comfortable for large shards: TMPDIR chooses the disk")
+    return Finding("scratch disk", OK, shown)
+
+
+def check_shared_memory(path: str = "/dev/shm") -> Finding:
+    if not os.path.isdir(path):
+        return Finding("shared memory", WARN, f"no {path}", "Ray's object store falls back to /tmp, which is slow")
+    free = shutil.disk_usage(path).free
+    if free < GIB:
+        do = "containers get 64 MiB by default: mount a memory volume at /dev/shm (docker run --shm-size=16g)"
+        return Finding("shared memory", WARN, f"{free / 2**20:.0f} MiB free in {path}", do)
+    return Finding("shared memory", OK, f"{free / GIB:.1f} GiB free in {path}")
+
+
+def check_gpu() -> Finding:
+    """What the driver says, without loading CUDA into this process."""
+    if not shutil.which("nvidia-smi"):
+        do = "fine for reading, for `make demo` and for tests; real teachers and students need one"
+        return Finding("gpu", WARN, "no nvidia-smi", do)
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not lines:
+        return Finding("gpu", FAIL, (done.stderr or done.stdout).strip()[:200] or "none listed", "mend the NVIDIA driver")
+    return Finding("gpu", OK, f"{len(lines)} × {lines[0]}")
+
+
+def check_store(url: str, *, write: bool = True) -> list[Finding]:
+    """Reading, then writing under the condition that everything rests on."""
+    try:
+        store = Store.open(url)
+        store.list(layout.MANIFESTS)
+    except TeacherCacheError as error:
+        return [_store_failure("store: reading", error)]
+    findings = [Finding("store: reading", OK, f"{url} can be listed; {_credentials(url)}")]
+    if not write:
+        return findings
+    try:
+        store.probe()
+    except StoreDenied as error:
+        do = "enough for students; who makes caches needs deploy/storage/iam/writer.json"
+        return [*findings, Finding("store: writing", WARN, str(error), do)]
+    except TeacherCacheError as error:
+        return [*findings, _store_failure("store: conditional writes", error)]
+    return [*findings, Finding("store: conditional writes", OK, "a second create was refused, alone and in a race of eight")]
+
+
+def _store_failure(check: str, error: TeacherCacheError) -> Finding:
+    """The error's own sentence already says what to do; the code leads to its incident page."""
+    do = f"docs/OPERATIONS.md, {error.code}"
+    if isinstance(error, StoreDenied):
+        do = f"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role; {do}"
+    elif isinstance(error, StoreUnavailable):
+        do = f"check AWS_ENDPOINT_URL and the network; {do}"
+    return Finding(check, FAIL, f"{error} [{error.code}]", do)
+
+
+def _credentials(url: str) -> str:
+    """Where the keys come from; never the keys."""
+    if not url.startswith(("s3://", "s3a://")):
+        return "no credentials needed"
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        return "keys from the environment"
+    if os.environ.get("AWS_PROFILE"):
+        return "keys from a profile"
+    if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return "keys from a web identity"
+    return "keys from a shared file or the machine's role"
+
+
+def verdict(findings: Iterable[Finding]) -> int:
+    """Exit status: 1 where something will not work."""
+    return int(any(finding.status == FAIL for finding in findings))
+
+
+def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
+    findings = list(findings)
+    return {"ok": verdict(findings) == 0, "findings": [asdict(finding) for finding in findings]}
+
+
+def print_findings(findings: Iterable[Finding], console: Console) -> None:
+    table = Table("", "check", "found", "do", show_lines=False)
+    mark = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[red]fail[/]"}
+    findings = list(findings)
+    for finding in findings:
+        table.add_row(mark[finding.status], finding.check, finding.found, finding.do)
+    console.print(table)
+    failures = sum(finding.status == FAIL for finding in findings)
+    console.print("fit" if not failures else f"{failures} of {len(findings)} checks failed")
