@@ -68,7 +68,9 @@ def check_torch() -> Finding:
         capability = ".".join(map(str, found["capability"]))
         return Finding("torch", OK, f"{found['version']}, CUDA {found['cuda']}, {found['gpus']} GPUs (sm {capability})")
     if found["cuda"]:
-        return Finding("torch", WARN, f"{found['version']} is built for CUDA, no GPU is visible", "check CUDA_VISIBLE_DEVICES")
+        return Finding(
+            "torch", WARN, f"{found['version']} is built for CUDA, no GPU is visible", "check CUDA_VISIBLE_DEVICES"
+        )
     return Finding("torch", OK, f"{found['version']}, CPU")
 
 
@@ -105,6 +107,10 @@ def check_vllm() -> list[Finding]:
         )
         findings.append(Finding("vllm: runner", WARN, "V1, by VLLM_USE_V2_MODEL_RUNNER=0", do))
     else:
-        shown = {True: "V2, by VLLM_USE_V2_MODEL_RUNNER", None: "vLLM's own choice", "unknown": "this vLLM has no switch"}
+        shown = {
+            True: "V2, by VLLM_USE_V2_MODEL_RUNNER",
+            None: "vLLM's own choice",
+            "unknown": "this vLLM has no switch",
+        }
         findings.append(Finding("vllm: runner", OK, shown[runner]))
     return findings

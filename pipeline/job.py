@@ -73,7 +73,7 @@ def prepare(job: JobConfig) -> Prepared:
     model = resolve_model(job.teacher)
     spec = build_spec(job, model)
     check_cache(job, spec)
-    encoder = Encoder(job, model)
+    encoder = Encoder(job, model, spec.tokenizer)
     return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest))
 
 

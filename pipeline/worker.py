@@ -89,7 +89,7 @@ class ShardWorker:
         start: Callable[[], Teacher] | None = None,
     ) -> None:
         self.job, self.spec, self.plan_digest, self.journal = job, spec, plan_digest, journal
-        self.encoder = Encoder(job, model_path)
+        self.encoder = Encoder(job, model_path, spec.tokenizer)
         if job.teacher.engine != "noop" and fingerprint_config(model_path) != spec.teacher.config_digest:
             raise UsageError(f"{model_path} on {socket.gethostname()} holds another config.json than the job was planned with")
         self.writer = CacheWriter(Store.open(job.cache), spec)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from pipeline.config import JobConfig
 from pipeline.corpus.documents import Document, Dropped
-from pipeline.corpus.templates import assistant_spans, make_renderer
+from pipeline.corpus.templates import Render, assistant_spans, make_renderer
 from pipeline.corpus.windows import resolved, spans
+from teachercache import TokenizerSpec, fingerprint_tokenizer
 from teachercache.errors import UsageError
 
 
@@ -48,45 +51,28 @@ class Tokens:
 class Encoder:
     """Tokenises documents of one job.  Thread-safe for reading; the Rust tokenizer releases the GIL."""
 
-    def __init__(self, job: JobConfig, model_path: str | Path) -> None:
-        from transformers import AutoTokenizer
-
+    def __init__(self, job: JobConfig, model_path: str | Path, spec: TokenizerSpec | None = None) -> None:
         self.job = job
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(model_path), trust_remote_code=job.teacher.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UsageError(f"{model_path}: expected a folder with a tokenizer, {reason}") from error
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise UsageError(f"{model_path}: expected a fast tokenizer (tokenizer.json), found a slow one")
-        self.backend = self.tokenizer.backend_tokenizer
+        spec = spec or fingerprint_tokenizer(model_path)
+        self.backend: Any = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
         self.backend.no_padding()
         self.backend.no_truncation()
-        self.bos_id: int | None = self.tokenizer.bos_token_id
-        self.eos_id: int | None = self.tokenizer.eos_token_id
-        self.special_tokens = [str(t) for t in self.tokenizer.all_special_tokens]
-        self.special_tokens += [
-            t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special and t.content
-        ]
-        self.add_bos = self._decide_bos()
+        self.bos_id, self.eos_id, self.vocab_size = spec.bos_id, spec.eos_id, spec.vocab_size
+        added = self.backend.get_added_tokens_decoder()
+        self.special_tokens = [t.content for t in added.values() if t.special and t.content]
+        self.add_bos = self._decide_bos(Path(model_path))
         if job.recipe.eos and self.eos_id is None:
             raise UsageError(f"{model_path}: recipe.eos is true but the tokenizer has no EOS token; set recipe.eos=false")
-        chat = job.recipe.chat
-        try:
-            template = None if chat.template is None else Path(chat.template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"recipe.chat.template {chat.template}: {error.strerror}") from error
-        self.render = make_renderer(self.tokenizer, template, chat.template_args)
-        if any(c.fields.kind == "messages" for c in job.corpora) and not (template or self.tokenizer.chat_template):
-            raise UsageError(f"{model_path}: the tokenizer has no chat template; set recipe.chat.template")
+        self._chat: Render | None = None
+        if any(c.fields.kind == "messages" for c in job.corpora):
+            self._chat = self._renderer(model_path)
         try:
             resolved(job.recipe.windows, job.window_size)
         except ValueError as error:
             raise UsageError(f"recipe.windows: {error}") from error
 
-    def _decide_bos(self) -> bool:
+    def _decide_bos(self, folder: Path) -> bool:
+        """Whether a BOS is put in front: by the recipe, else as transformers would do it with this tokenizer."""
         choice = self.job.recipe.bos
         if choice == "never":
             return False
@@ -94,8 +80,32 @@ class Encoder:
             if self.bos_id is None:
                 raise UsageError("recipe.bos is always, but the tokenizer has no BOS token; set recipe.bos=never")
             return True
-        probe = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        return self.bos_id is not None and len(probe) > 0 and probe[0] == self.bos_id
+        config = folder / "tokenizer_config.json"
+        stated = json.loads(config.read_bytes()).get("add_bos_token") if config.is_file() else None
+        if stated is not None and self.bos_id is not None:
+            return bool(stated)
+        probe = self.backend.encode("a", add_special_tokens=True).ids
+        return self.bos_id is not None and probe[:1] == [self.bos_id]
+
+    def _renderer(self, model_path: str | Path) -> Render:
+        from transformers import AutoTokenizer  # takes seconds to import: only where a template is rendered
+
+        chat = self.job.recipe.chat
+        try:
+            template = None if chat.template is None else Path(chat.template).read_text(encoding="utf-8")
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(model_path), trust_remote_code=self.job.teacher.trust_remote_code
+            )
+        except OSError as error:
+            raise UsageError(f"recipe.chat.template or {model_path}: {str(error).splitlines()[0]}") from error
+        if not (template or tokenizer.chat_template):
+            raise UsageError(f"{model_path}: the tokenizer has no chat template; set recipe.chat.template")
+        return make_renderer(tokenizer, template, chat.template_args)
+
+    def render(self, *arguments: Any, **named: Any) -> str:
+        """The job's chat template; see templates.make_renderer."""
+        assert self._chat is not None, "a job without messages has no template"
+        return self._chat(*arguments, **named)
 
     # -- text → tokens -------------------------------------------------------------------------------------------
 
@@ -184,11 +194,6 @@ class Encoder:
         if not learn.any():
             raise Dropped("mask_all_false")
         return Tokens(ids, learn, False)  # given ids are taken as they are: the corpus decides about BOS and EOS
-
-    @property
-    def vocab_size(self) -> int:
-        """Real size: largest id of the tokenizer + 1, added tokens included."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     # -- tokens → windows ----------------------------------------------------------------------------------------
 

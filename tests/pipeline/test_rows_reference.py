@@ -80,7 +80,9 @@ def test_log_probabilities_agree_with_transformers(scored):
     for rows, (ids, logprobs) in zip(active, expected, strict=True):
         for position in range(len(ids)):
             theirs = dict(zip(ids[position, 1:].tolist(), logprobs[position, 1:].tolist(), strict=True))
-            for token, value in zip(rows.topk_ids[position].tolist(), rows.topk_logprobs[position].tolist(), strict=True):
+            for token, value in zip(
+                rows.topk_ids[position].tolist(), rows.topk_logprobs[position].tolist(), strict=True
+            ):
                 if token in theirs:
                     worst = max(worst, abs(value - theirs[token]))
     print(f"largest |difference of log-probabilities| {worst:.2e}")

@@ -1,0 +1,264 @@
+"""What a user gets wrong is one line and exit status 2, and nothing is written; what dies is resumed."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import teachercache
+from tests.pipeline.conftest import command, documents, environment, pipeline, verify, write_jsonl
+
+# -- misuse ------------------------------------------------------------------------------------------------------
+
+
+def one_line(result: subprocess.CompletedProcess[str]) -> str:
+    """The error: exit status 2, one line on standard error that begins with `error:`, no traceback."""
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_wrong_teacher_path(job_file, tmp_path):
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
+    line = one_line(pipeline("run", job, "teacher.model=/no/such/folder"))
+    assert "/no/such/folder" in line
+    assert not (tmp_path / "cache").exists()
+
+
+def test_unknown_key_names_its_neighbour(job_file, tmp_path):
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
+    assert "did you mean 'actors'" in one_line(pipeline("run", job, "run.actorz=3"))
+    tree = yaml.safe_load(job.read_text())
+    tree["corpora"][0]["feilds"] = {}
+    job.write_text(yaml.safe_dump(tree))
+    assert "did you mean 'fields'" in one_line(pipeline("run", job))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_cache_of_another_teacher(job_file, tmp_path):
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
+    assert pipeline("run", job).returncode == 0
+    before = sorted(p for p in (tmp_path / "cache").rglob("*"))
+    assert "top_k" in one_line(pipeline("run", job, "teacher.top_k=9"))
+    assert sorted(p for p in (tmp_path / "cache").rglob("*")) == before
+
+
+def test_wrong_credentials(job_file, tmp_path, s3_server, monkeypatch):
+    """moto and localbucket accept any key; nanio checks signatures."""
+    server = s3_server("nanio")
+    bucket = server.new_bucket()
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    job = job_file(f"{bucket}/cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
+    line = one_line(pipeline("run", job))
+    assert "wrong" not in line.replace("wrong credentials", "")
+
+
+def test_store_without_conditional_writes_is_refused_before_a_teacher_starts(job_file, tmp_path, unsafe_s3_url):
+    job = job_file(f"{unsafe_s3_url}/cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
+    assert "conditional" in one_line(pipeline("run", job))
+
+
+# -- documents ---------------------------------------------------------------------------------------------------
+
+
+def bad_corpus(path: Path) -> Path:
+    good = documents(5)
+    lines: list[bytes] = [json.dumps(d).encode() for d in good]
+    lines += [
+        json.dumps({"id": "empty", "text": ""}).encode(),
+        json.dumps({"id": "blank", "text": " \n\t "}).encode(),
+        json.dumps({"id": "long", "text": "x" * 2000}).encode(),
+        b'{"id": "utf8", "text": "caf\xe9"}',
+        json.dumps({"id": "doc0-again", "text": good[0]["text"]}).encode(),
+        json.dumps({"id": "doc1", "text": "another text under an id that is taken"}).encode(),
+        json.dumps({"id": "no-text"}).encode(),
+        json.dumps({"id": "number", "text": 7}).encode(),
+        json.dumps({"id": "controls", "text": "a\x00b\x07c"}).encode(),
+        b'{"id": "broken", "text": "no end',
+        b"[1, 2, 3]",
+        b'{"id": "half", "text": "half a pair \\ud800"}',
+    ]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+EXPECTED_DROPS = {
+    "empty": 1,
+    "blank": 1,
+    "too_long": 1,
+    "invalid_utf8": 2,
+    "duplicate": 1,
+    "duplicate_id": 1,
+    "missing_field": 1,
+    "wrong_type": 2,
+    "control_characters": 1,
+    "invalid_json": 1,
+}
+
+
+def test_bad_documents_are_handled_as_the_job_says_and_counted(job_file, tmp_path):
+    recipe = {
+        "windows": {"policy": "skip"},
+        "filters": {"dedup": "shard", "control_characters": "drop"},
+    }
+    job = job_file(tmp_path / "cache", [bad_corpus(tmp_path / "bad.jsonl")], recipe=recipe, run={"shard_bytes": 10**6})
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    status = json.loads(pipeline("status", job, "--json").stdout)
+    assert status["drops"] == EXPECTED_DROPS
+    assert status["documents"] == 5
+    assert verify(tmp_path / "cache").returncode == 0
+
+
+def test_other_policies_keep_them(job_file, tmp_path):
+    recipe = {
+        "windows": {"policy": "truncate"},
+        "filters": {"invalid_utf8": "replace", "control_characters": "strip", "blank": "keep"},
+    }
+    job = job_file(tmp_path / "cache", [bad_corpus(tmp_path / "bad.jsonl")], recipe=recipe, run={"shard_bytes": 10**6})
+    assert pipeline("run", job).returncode == 0
+    ids = {r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records()}
+    assert {"blank", "long", "utf8", "controls", "half", "doc0-again"} <= ids
+
+
+@pytest.mark.parametrize("compression", ["gz", "zst"])
+def test_truncated_file_names_itself_and_the_last_good_document(job_file, tmp_path, compression):
+    import zstandard
+
+    rng = random.Random(0)
+    noise = [{"id": f"d{i}", "text": "".join(rng.choices("abcdefghij klmnop", k=400))} for i in range(1500)]
+    plain = "".join(json.dumps(d) + "\n" for d in noise).encode()
+    packed = gzip.compress(plain) if compression == "gz" else zstandard.ZstdCompressor().compress(plain)
+    whole = write_jsonl(tmp_path / "whole.jsonl", documents(3))
+    cut = tmp_path / f"cut.jsonl.{compression}"
+    cut.write_bytes(packed[: len(packed) * 2 // 3])
+    job = job_file(tmp_path / "cache", [whole, cut])
+    result = pipeline("run", job)
+    assert result.returncode == 1
+    said = result.stdout
+    assert "cut.jsonl" in said
+    assert "last good document at offset" in said
+    assert pipeline("quarantine", job).returncode == 1
+    # zstd decodes blocks of 128 KiB, so the last good document lies before the cut
+    kept = pipeline("run", job, "run.on_truncated=keep", "run.retry_quarantined=true")
+    assert kept.returncode == 0, kept.stdout + kept.stderr
+    cached = {r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records()}
+    assert {"doc0", "doc1", "doc2", "d0", "d50"} <= cached
+    assert "d1499" not in cached
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------
+
+
+def check_complete(url: str | Path, expected: set[str]) -> None:
+    """The cache verifies; each document is there once."""
+    result = verify(url)
+    assert result.returncode == 0, result.stdout + result.stderr
+    counts = collections.Counter(r.doc_id for r in teachercache.open(str(url)).records())
+    assert set(counts) == expected
+    assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sigkill_of_the_driver_then_the_same_command(job_file, tmp_path, seed):
+    files = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)
+    ]
+    job = job_file(tmp_path / "cache", files, teacher={"engine_args": {"delay_s": 0.1}})
+    process = subprocess.Popen(command("run", job), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
+    commits = tmp_path / "cache" / "commits"
+    wanted = random.Random(seed).randrange(1, 5)
+    deadline = time.monotonic() + 60
+    while (len(list(commits.glob("*.json"))) if commits.exists() else 0) < wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(random.Random(seed).random() * 0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    committed = len(list(commits.glob("*.json")))
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{committed} found committed" in result.stdout
+    check_complete(tmp_path / "cache", {f"{i}-doc{k}" for i in range(3) for k in range(40)})
+
+
+def test_two_whole_jobs_race_on_one_cache(job_file, tmp_path, s3_url):
+    files = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)
+    ]
+    job = job_file(f"{s3_url}/cache", files, teacher={"engine_args": {"delay_s": 0.05}}, run={"leases": False})
+    both = [
+        subprocess.Popen(command("run", job), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [p.communicate(timeout=200)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], said
+    check_complete(f"{s3_url}/cache", {f"{i}-doc{k}" for i in range(3) for k in range(40)})
+
+
+def test_sigterm_gives_the_shards_back(job_file, tmp_path):
+    job = job_file(
+        tmp_path / "cache",
+        [write_jsonl(tmp_path / "a.jsonl", documents(60))],
+        teacher={"engine_args": {"delay_s": 0.2}},
+    )
+    process = subprocess.Popen(command("run", job), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
+    commits = tmp_path / "cache" / "commits"
+    while not commits.exists():
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "giving back" in said
+    assert "run the same command to go on" in said
+    assert not list((tmp_path / "cache").glob("leases/*/*"))
+    assert pipeline("run", job).returncode == 0
+    check_complete(tmp_path / "cache", {f"doc{k}" for k in range(60)})
+
+
+def test_document_that_kills_the_engine_costs_only_itself(job_file, tmp_path):
+    docs = documents(30)
+    docs[17]["text"] = "a poisonous \x7f document"
+    path = write_jsonl(tmp_path / "a.jsonl", docs)
+    poison = poison_id(tmp_path)
+    job = job_file(tmp_path / "cache", [path], teacher={"engine_args": {"poison": poison}}, run={"shard_bytes": 10**6})
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check_complete(tmp_path / "cache", {f"doc{k}" for k in range(30) if k != 17})
+    assert json.loads(pipeline("status", job, "--json").stdout)["drops"] == {"kills_engine": 1}
+    named = pipeline("quarantine", job)
+    assert "doc17" in named.stdout
+
+
+def test_document_with_nan_rows_costs_only_itself(job_file, tmp_path):
+    docs = documents(30)
+    docs[3]["text"] = "a document \x7f of NaN"
+    path = write_jsonl(tmp_path / "a.jsonl", docs)
+    job = job_file(tmp_path / "cache", [path], teacher={"engine_args": {"nan": poison_id(tmp_path)}})
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check_complete(tmp_path / "cache", {f"doc{k}" for k in range(30) if k != 3})
+    assert json.loads(pipeline("status", job, "--json").stdout)["drops"] == {"nan": 1}
+
+
+def poison_id(folder: Path) -> int:
+    """Token id of the DEL character."""
+    from tokenizers import Tokenizer
+
+    from tests.pipeline.conftest import make_tokenizer
+
+    tokenizer = Tokenizer.from_file(str(make_tokenizer(folder / "tok") / "tokenizer.json"))
+    return tokenizer.encode("\x7f", add_special_tokens=False).ids[0]
