@@ -89,7 +89,9 @@ def check_scratch() -> Finding:
     free = shutil.disk_usage(folder).free
     shown = f"{free / GIB:.1f} GiB free in {folder}"
     if free < SCRATCH_FAIL:
-        return Finding("scratch disk", FAIL, shown, "expected 2 GiB at least: free some, or point TMPDIR at a larger disk")
+        return Finding(
+            "scratch disk", FAIL, shown, "expected 2 GiB at least: free some, or point TMPDIR at a larger disk"
+        )
     if free < SCRATCH_WARN:
         return Finding("scratch disk", WARN, shown, "20 GiB are comfortable for large shards: TMPDIR chooses the disk")
     return Finding("scratch disk", OK, shown)
@@ -114,7 +116,9 @@ def check_gpu() -> Finding:
     done = subprocess.run(query, capture_output=True, text=True, timeout=60)
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode or not lines:
-        return Finding("gpu", FAIL, (done.stderr or done.stdout).strip()[:200] or "none listed", "mend the NVIDIA driver")
+        return Finding(
+            "gpu", FAIL, (done.stderr or done.stdout).strip()[:200] or "none listed", "mend the NVIDIA driver"
+        )
     return Finding("gpu", OK, f"{len(lines)} × {lines[0]}")
 
 
@@ -135,7 +139,10 @@ def check_store(url: str, *, write: bool = True) -> list[Finding]:
         return [*findings, Finding("store: writing", WARN, str(error), do)]
     except TeacherCacheError as error:
         return [*findings, _store_failure("store: conditional writes", error)]
-    return [*findings, Finding("store: conditional writes", OK, "a second create was refused, alone and in a race of eight")]
+    return [
+        *findings,
+        Finding("store: conditional writes", OK, "a second create was refused, alone and in a race of eight"),
+    ]
 
 
 def _store_failure(check: str, error: TeacherCacheError) -> Finding:

@@ -49,7 +49,10 @@ def resource(spec: dict[str, Any]) -> dict[str, Any]:
 NATURAL = {"type": "integer", "minimum": 0}
 BOOL, STRING = {"type": "boolean"}, {"type": "string"}
 RESOURCES = closed(
-    {"requests": {"type": "object", "additionalProperties": QUANTITY}, "limits": {"type": "object", "additionalProperties": QUANTITY}}
+    {
+        "requests": {"type": "object", "additionalProperties": QUANTITY},
+        "limits": {"type": "object", "additionalProperties": QUANTITY},
+    }
 )
 AUTOSCALER = closed(
     {
@@ -140,7 +143,9 @@ FLAVOR_QUOTA = closed(
         "name": STRING,
         "resources": {
             "type": "array",
-            "items": closed({"name": STRING, "nominalQuota": QUANTITY, "borrowingLimit": QUANTITY}, ("name", "nominalQuota")),
+            "items": closed(
+                {"name": STRING, "nominalQuota": QUANTITY, "borrowingLimit": QUANTITY}, ("name", "nominalQuota")
+            ),
         },
     },
     ("name", "resources"),
@@ -153,7 +158,10 @@ CLUSTER_QUEUE = closed(
         "resourceGroups": {
             "type": "array",
             "items": closed(
-                {"coveredResources": {"type": "array", "items": STRING}, "flavors": {"type": "array", "items": FLAVOR_QUOTA}},
+                {
+                    "coveredResources": {"type": "array", "items": STRING},
+                    "flavors": {"type": "array", "items": FLAVOR_QUOTA},
+                },
                 ("coveredResources", "flavors"),
             ),
         },
@@ -187,7 +195,9 @@ RULE = closed(
 SCHEMAS: dict[tuple[str, str], dict[str, Any]] = {
     ("ray.io/v1", "RayJob"): resource(JOB),
     ("ray.io/v1", "RayCluster"): resource(CLUSTER),
-    ("kueue.x-k8s.io/v1beta1", "ResourceFlavor"): resource(closed({"nodeLabels": STRINGS, "tolerations": {"type": "array"}})),
+    ("kueue.x-k8s.io/v1beta1", "ResourceFlavor"): resource(
+        closed({"nodeLabels": STRINGS, "tolerations": {"type": "array"}})
+    ),
     ("kueue.x-k8s.io/v1beta1", "ClusterQueue"): resource(CLUSTER_QUEUE),
     ("kueue.x-k8s.io/v1beta1", "LocalQueue"): resource(closed({"clusterQueue": STRING}, ("clusterQueue",))),
     ("monitoring.coreos.com/v1", "PodMonitor"): resource(
@@ -207,7 +217,8 @@ SCHEMAS: dict[tuple[str, str], dict[str, Any]] = {
                 "groups": {
                     "type": "array",
                     "items": closed(
-                        {"name": STRING, "interval": STRING, "rules": {"type": "array", "items": RULE}}, ("name", "rules")
+                        {"name": STRING, "interval": STRING, "rules": {"type": "array", "items": RULE}},
+                        ("name", "rules"),
                     ),
                 }
             },

@@ -35,7 +35,11 @@ def allowed(
     context: Mapping[str, str] | None = None,
 ) -> bool:
     """Whether a principal with the identity policy may do `action` on `resource` of a bucket with that policy."""
-    facts = {"aws:SecureTransport": "true", "aws:PrincipalArn": "arn:aws:iam::111122223333:role/somebody", **(context or {})}
+    facts = {
+        "aws:SecureTransport": "true",
+        "aws:PrincipalArn": "arn:aws:iam::111122223333:role/somebody",
+        **(context or {}),
+    }
     verdicts = [s["Effect"] for s in identity if _applies(s, action, resource, facts)]
     verdicts += [s["Effect"] for s in bucket if _applies(s, action, resource, facts) and _principal(s, facts)]
     return "Deny" not in verdicts and "Allow" in verdicts

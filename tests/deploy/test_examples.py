@@ -31,14 +31,18 @@ def test_job_and_training_file_fit_together(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*EXAMPLES.glob("*job.yaml"), *DEPLOY.glob("kuberay/overlays/*/job.yaml")]), ids=lambda p: f"{p.parent.name}/{p.name}"
+    "path",
+    sorted([*EXAMPLES.glob("*job.yaml"), *DEPLOY.glob("kuberay/overlays/*/job.yaml")]),
+    ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_every_job_file_loads(path: Path) -> None:
     load_job(path)
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*EXAMPLES.glob("*train.yaml"), DEPLOY / "trainer/train.yaml"]), ids=lambda p: f"{p.parent.name}/{p.name}"
+    "path",
+    sorted([*EXAMPLES.glob("*train.yaml"), DEPLOY / "trainer/train.yaml"]),
+    ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_every_training_file_loads(path: Path) -> None:
     load_config(path)

@@ -51,7 +51,9 @@ def unknown(values: Any, known: Any, path: str = "") -> list[str]:
     if isinstance(known, list):
         return [p for i, value in enumerate(values) for p in unknown(value, known[0], f"{path}[{i}]")]
     found = [f"{path}.{key}: the chart has no such key" for key in values if key not in known]
-    return found + [p for key in values if key in known for p in unknown(values[key], known[key], f"{path}.{key}".lstrip("."))]
+    return found + [
+        p for key in values if key in known for p in unknown(values[key], known[key], f"{path}.{key}".lstrip("."))
+    ]
 
 
 @pytest.mark.parametrize("chart", KNOWN)

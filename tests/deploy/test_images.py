@@ -39,7 +39,9 @@ def test_image_is_staged_pinned_and_not_root(path: Path) -> None:
 
 
 def test_copied_paths_exist_and_reach_the_build_context() -> None:
-    allowed = [line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    allowed = [
+        line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
+    ]
     for path in DOCKERFILES:
         for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(), re.M):
             for source in sources.split():

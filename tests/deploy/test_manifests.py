@@ -20,7 +20,9 @@ FILES = sorted(
     for path in (DEPLOY / folder).rglob("*.yaml")
     if path.name not in NOT_OBJECTS and "kind:" in path.read_text()
 )
-OVERLAYS = sorted(path.parent for path in DEPLOY.rglob("kustomization.yaml") if "kind: Component" not in path.read_text())
+OVERLAYS = sorted(
+    path.parent for path in DEPLOY.rglob("kustomization.yaml") if "kind: Component" not in path.read_text()
+)
 
 
 def names(paths: list[Path]) -> list[str]:
