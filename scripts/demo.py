@@ -136,7 +136,7 @@ def demo(began: float) -> dict[str, Any]:
         with step(4, "Verify every object and every row, and look at one document"):
             run(["teachercache", "verify", CACHE], env)
             report["cache.verified"] = True  # `verify` exits 1 otherwise, which stops the demo
-            run(["teachercache", "head", CACHE, "--split", "heldout", "--rows", "6"], env)
+            run(["teachercache", "head", CACHE, "--split", "heldout", "--records", "1"], env)
         for key, value in cache_facts(env).items():
             report[("teacher." if key in ("rows", "tokens_per_s") else "cache.") + key] = value
         report["seconds.cache"] = round(time.monotonic() - cache_began, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -92,7 +93,11 @@ def s3_server(data: Path, log: Path) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def ray_head(env: dict[str, str], log: Path, num_cpus: int) -> Iterator[str]:
-    """A Ray head node with its job server; yields the address for `ray job submit --address`."""
+    """A Ray head node with its job server; yields the address for `ray job submit --address`.
+
+    Sets a fresh token in `env`, which clients need as well: a job server runs whatever it is given.
+    """
+    env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     gcs, dashboard, agent, metrics, client, runtime_env = free_ports(6)
     # Ray puts Unix sockets under this folder, and their paths may have 107 bytes only: so not under the project.
     scratch = tempfile.mkdtemp(prefix="tc-ray-")
