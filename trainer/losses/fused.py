@@ -178,9 +178,10 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     unused = (None,) * (7 + len(ctx.settings))  # one per input that has no gradient
     if grad_loss is None:
         return (None, None, None, *unused)
-    compiling = torch.compiler.is_compiling()
+    # Not a plain tensor: torch.compile is tracing this (is_compiling() is not always set here), or a subclass.
+    traced = torch.compiler.is_compiling() or type(grad_loss) is not Tensor
     need_hidden, need_weight, need_bias = ctx.settings[-4:-1]
-    if torch.is_grad_enabled() and not compiling:
+    if torch.is_grad_enabled() and not traced:
         if not ctx.recompute:
             raise RuntimeError(
                 "the fused loss formed its gradients in the forward pass and cannot be differentiated twice; "
@@ -191,7 +192,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
         *tensors, loss_scale = ctx.saved_tensors
         _, *grads = fused_kl(*tensors, loss_scale, ctx.main_grad, *ctx.settings[:-1], False)
     else:
-        if ctx.handed_out:
+        if ctx.handed_out and not traced:
             raise RuntimeError(
                 "the fused loss scales its gradients in place and can go backward once; "
                 "pass recompute=True to kl_loss to go backward again"
@@ -202,7 +203,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     factor = grad_loss.to(loss_scale.dtype)
     if ctx.dtype == torch.float16:
         factor = factor * loss_scale / FP16_SCALE
-    scale = scaled if compiling else scaled_in_place
+    scale = scaled if traced else scaled_in_place
     out_hidden = scale(grad_hidden, factor, ctx.dtype) if need_hidden else None
     out_bias = scale(grad_bias, factor, ctx.bias_dtype) if need_bias else None
     out_weight = None

@@ -36,12 +36,15 @@ _DIVERGENCE = {"forward": 0, "reverse": 1, "jsd": 2}
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Columns per step, warps per program, and programs per multiprocessor (each takes one row at a time)."""
+    """Columns per step, warps per program, programs per multiprocessor (a row each), steps of loads in flight."""
 
-    block: int = 16384
-    num_warps: int = 32
-    programs_per_sm: int = 1
-    stages: int = 1
+    block: int = 8192
+    num_warps: int = 8
+    programs_per_sm: int = 2
+    stages: int = 3
+
+
+DEFAULT_CONFIG = LaunchConfig()
 
 
 @triton.jit
@@ -68,6 +71,34 @@ def _bias_cap_scale(
         z = tl.where(stashed, z, tl.where(ratio < 0, -magnitude, magnitude))
     if HAS_SCALE:
         z *= logit_scale
+    return z
+
+
+@triton.jit
+def _load_logits(
+    base,
+    cols,
+    row_stride,
+    vocab,
+    bias_ptr,
+    softcap,
+    logit_scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Logits of some columns in float32; with MASKED, -inf beyond the vocabulary.
+
+    The masked load runs to the padded row stride, a multiple of 16 bytes, so that it stays wide for an odd vocabulary.
+    """
+    if MASKED:
+        raw = tl.load(base + cols, mask=cols < row_stride, other=-float("inf"))
+        z = _bias_cap_scale(raw, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
+        z = tl.where(cols < vocab, z, -float("inf"))
+    else:
+        raw = tl.load(base + cols)
+        z = _bias_cap_scale(raw, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
     return z
 
 
@@ -158,6 +189,17 @@ def _kd(
 
 
 @triton.jit
+def _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """coefficient * softmax_outside(z), with the soft-cap's own derivative; y_t2 is the outside's lse * log2(e)."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    g = coefficient * tl.exp2(z * LOG2E - y_t2)
+    if HAS_SOFTCAP:
+        ratio = z / (softcap * logit_scale)
+        g = tl.where(z == -float("inf"), 0.0, g * (1.0 - ratio * ratio))
+    return g
+
+
+@triton.jit
 def _row_kernel(
     logits_ptr,
     row_stride,
@@ -230,36 +272,76 @@ def _row_kernel(
             tl.store(base + ids, minus_inf, mask=in_k)
             tl.debug_barrier()
 
-            # 2. logsumexp outside the K. Loads run to the padded stride, so that they stay wide for an odd vocabulary.
+            # 2. logsumexp outside the K. z * LOG2E - offset * LOG2E is one fused multiply-add.
+            full = vocab // BLOCK_V * BLOCK_V
             offset = tl.max(y, axis=0)
+            offset2 = offset * LOG2E
             sums = tl.zeros([BLOCK_V], dtype=tl.float32)
-            for start in tl.range(0, row_stride, BLOCK_V, num_stages=STAGES):
-                cols = start + lanes
-                raw_v = tl.load(base + cols, mask=cols < row_stride, other=-float("inf"), eviction_policy="evict_last")
-                z = _bias_cap_scale(
-                    raw_v, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE
+            for start in tl.range(0, full, BLOCK_V, num_stages=STAGES):
+                z = _load_logits(
+                    base,
+                    start + lanes,
+                    row_stride,
+                    vocab,
+                    bias_ptr,
+                    softcap,
+                    logit_scale,
+                    HAS_BIAS,
+                    HAS_SOFTCAP,
+                    HAS_SCALE,
+                    False,
                 )
-                sums += tl.where(cols < vocab, tl.exp2((z - offset) * LOG2E), 0.0)
+                sums += tl.exp2(z * LOG2E - offset2)
+            z = _load_logits(
+                base,
+                full + lanes,
+                row_stride,
+                vocab,
+                bias_ptr,
+                softcap,
+                logit_scale,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                HAS_SCALE,
+                True,
+            )
+            sums += tl.exp2(z * LOG2E - offset2)
             total = tl.sum(sums, axis=0)
             if HAS_T:  # noqa: SIM102  (one is decided when compiling, the other when running)
                 if (total < 1e-25) | (total > 1e30):
                     tops = tl.full([BLOCK_V], -float("inf"), dtype=tl.float32)
                     for start in range(0, row_stride, BLOCK_V):
-                        cols = start + lanes
-                        raw_v = tl.load(base + cols, mask=cols < row_stride, other=-float("inf"))
-                        z = _bias_cap_scale(
-                            raw_v, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE
+                        z = _load_logits(
+                            base,
+                            start + lanes,
+                            row_stride,
+                            vocab,
+                            bias_ptr,
+                            softcap,
+                            logit_scale,
+                            HAS_BIAS,
+                            HAS_SOFTCAP,
+                            HAS_SCALE,
+                            True,
                         )
-                        tops = tl.maximum(tops, tl.where(cols < vocab, z, -float("inf")))
+                        tops = tl.maximum(tops, z)
                     offset = tl.max(tops, axis=0)
                     sums = tl.zeros([BLOCK_V], dtype=tl.float32)
                     for start in range(0, row_stride, BLOCK_V):
-                        cols = start + lanes
-                        raw_v = tl.load(base + cols, mask=cols < row_stride, other=-float("inf"))
-                        z = _bias_cap_scale(
-                            raw_v, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE
+                        z = _load_logits(
+                            base,
+                            start + lanes,
+                            row_stride,
+                            vocab,
+                            bias_ptr,
+                            softcap,
+                            logit_scale,
+                            HAS_BIAS,
+                            HAS_SOFTCAP,
+                            HAS_SCALE,
+                            True,
                         )
-                        sums += tl.where(cols < vocab, tl.exp2((z - offset) * LOG2E), 0.0)
+                        sums += tl.exp2((z - offset) * LOG2E)
                     total = tl.sum(sums, axis=0)
             y_t = offset
             if HAS_T:
@@ -296,20 +378,40 @@ def _row_kernel(
                     ratio_l = z_label / (softcap * logit_scale)
                     label_grad = label_grad * (1.0 - ratio_l * ratio_l)
                 # Backwards: the end of the row is what the first pass left in L2.
-                blocks = (row_stride + BLOCK_V - 1) // BLOCK_V
-                for i in tl.range(0, blocks, num_stages=STAGES):
-                    cols = (blocks - 1 - i) * BLOCK_V + lanes
-                    raw_v = tl.load(
-                        base + cols, mask=cols < row_stride, other=-float("inf"), eviction_policy="evict_first"
+                y_t2 = y_t * LOG2E
+                cols = full + lanes
+                z = _load_logits(
+                    base,
+                    cols,
+                    row_stride,
+                    vocab,
+                    bias_ptr,
+                    softcap,
+                    logit_scale,
+                    HAS_BIAS,
+                    HAS_SOFTCAP,
+                    HAS_SCALE,
+                    True,
+                )
+                g = _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP)
+                tl.store(base + cols, g.to(logits_ptr.dtype.element_ty), mask=cols < row_stride)
+                for back in tl.range(BLOCK_V, full + BLOCK_V, BLOCK_V, num_stages=STAGES):
+                    cols = full - back + lanes
+                    z = _load_logits(
+                        base,
+                        cols,
+                        row_stride,
+                        vocab,
+                        bias_ptr,
+                        softcap,
+                        logit_scale,
+                        HAS_BIAS,
+                        HAS_SOFTCAP,
+                        HAS_SCALE,
+                        False,
                     )
-                    z = _bias_cap_scale(
-                        raw_v, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE
-                    )
-                    g = coefficient * tl.exp2((z - y_t) * LOG2E)
-                    if HAS_SOFTCAP:
-                        ratio = z / (softcap * logit_scale)
-                        g = tl.where(z == -float("inf"), 0.0, g * (1.0 - ratio * ratio))
-                    tl.store(base + cols, g.to(logits_ptr.dtype.element_ty), mask=cols < row_stride)
+                    g = _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP)
+                    tl.store(base + cols, g.to(logits_ptr.dtype.element_ty))
                 tl.debug_barrier()
                 tl.store(base + ids, grad.to(logits_ptr.dtype.element_ty), mask=in_k)
                 if HAS_CE:  # noqa: SIM102
@@ -338,7 +440,7 @@ def loss_and_grad_in_place(
     loss = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n == 0:
         return loss
-    config = config or LaunchConfig()
+    config = config or DEFAULT_CONFIG
     topk_ids = topk_ids if topk_ids.stride(1) == 1 else topk_ids.contiguous()
     topk_logprobs = topk_logprobs if topk_logprobs.stride(1) == 1 else topk_logprobs.contiguous()
     row_stride = logits.stride(0) if n > 1 else max(vocab, logits.stride(0))

@@ -103,18 +103,20 @@ class Outcome:
     head_weight: Tensor
     bias: Tensor | None
 
-    def relative_error(self, exact: Outcome) -> float:
-        """The largest of: loss error over max(1, |loss|), norm-wise relative error of each gradient."""
+    def relative_error(self, exact: Outcome, scale: Outcome | None = None) -> float:
+        """The largest of: loss error over max(1, |loss|), norm-wise relative error of each gradient.
+
+        With `scale`, a gradient's error is relative to the larger of its own norm and that of `scale`: a student
+        that is one-hot to rounding has a reverse KL whose gradient is far below the rounding of its logits.
+        """
+        scale = scale or exact
         worst = float((self.loss - exact.loss).abs() / exact.loss.abs().clamp_min(1.0))
-        for ours, theirs in (
-            (self.hidden, exact.hidden),
-            (self.head_weight, exact.head_weight),
-            (self.bias, exact.bias),
-        ):
-            if ours is None or theirs is None:
-                assert ours is theirs is None
+        for name in ("hidden", "head_weight", "bias"):
+            ours, theirs, size = getattr(self, name), getattr(exact, name), getattr(scale, name)
+            if theirs is None:
+                assert ours is None
                 continue
-            error = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+            error = float((ours - theirs).norm() / torch.maximum(theirs.norm(), size.norm()).clamp_min(1e-30))
             worst = max(worst, error) if error == error else float("nan")
         return worst
 
