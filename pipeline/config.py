@@ -54,6 +54,9 @@ class TeacherConfig(_Strict):
     fast_path: Literal["auto", "off", "require"] = Field(
         "auto", description="keep the engine's tensors instead of rebuilding Python objects"
     )
+    worker_top_k: Literal["auto", "off", "require"] = Field(
+        "auto", description="take the rows in vLLM's worker by a top-K of our own that reads the logits once (CUDA)"
+    )
     canary: bool = Field(True, description="compare the fast path with the public one at every actor start")
     canary_reference_parameters: int = Field(
         400_000_000, ge=0, description="also compare with transformers in float32 up to this size; 0 turns it off"

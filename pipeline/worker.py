@@ -102,6 +102,8 @@ class ShardWorker:
         teacher = start_teacher(self.job.teacher, model_path, self.spec.tokenizer.vocab_size)
         if self.job.teacher.canary:
             teacher.provenance["canary"] = check_teacher(teacher, self.job.teacher, model_path, self.encoder)
+        else:
+            teacher.accelerate()
         return teacher
 
     # -- one shard -----------------------------------------------------------------------------------------------

@@ -87,6 +87,9 @@ class Teacher(ABC):
     def pending(self) -> int:
         """Inputs inside."""
 
+    def accelerate(self) -> None:
+        """Switches on what changes how rows are made inside the engine; the canary compares before and after."""
+
     def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
         """Continuations of prompts (int32 [n] each), one seed each.  Only called while nothing is pending."""
         raise TeacherCacheError(f"{type(self).__name__} cannot generate; use engine vllm or hf")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
+from pipeline.teachers import worker_rows
 from pipeline.teachers.base import Batch, EngineDied, Generated, RowsInvalid, Scored, Teacher, rows_from_columns
 from teachercache.errors import UsageError
 
@@ -61,7 +62,8 @@ class VllmTeacher(Teacher):
         if self.fast:
             raw.install()
         try:
-            self.llm: Any = LLM(**engine_arguments(config, model_path))
+            self._arguments = engine_arguments(config, model_path)
+            self.llm: Any = LLM(**self._arguments)
         except (OSError, ValueError) as error:
             raise UsageError(f"{model_path}: vLLM cannot load it: {str(error).strip().splitlines()[0]}") from error
         self.engine: Any = self.llm.llm_engine
@@ -84,6 +86,20 @@ class VllmTeacher(Teacher):
             "fast_path_missing": reason,
             "device": _device_name(),
         }
+
+    def accelerate(self) -> None:
+        """Takes the rows in the worker where this release and this machine allow it."""
+        choice = self._config.worker_top_k
+        if choice == "off":
+            return
+        if "worker_extension_cls" not in self._arguments:
+            missing = "no CUDA device"
+        else:
+            answers = self.llm.collective_rpc("teachercache_install")
+            missing = next((str(a) for a in answers if a), "")
+        if missing and choice == "require":
+            raise UsageError(f"teacher.worker_top_k is `require`, but it cannot be had: {missing}")
+        self.provenance["worker_top_k"] = missing or "active"
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -189,6 +205,8 @@ def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
     overrides["head_dtype"] = config.head_dtype
     if config.tensor_parallel > 1:  # inside a Ray actor vLLM would otherwise ask Ray for placement groups of its own
         arguments.setdefault("distributed_executor_backend", "mp")
+    if config.worker_top_k != "off" and _has_cuda():
+        arguments["worker_extension_cls"] = worker_rows.QUALIFIED_NAME
     arguments.update(
         model=model_path,
         dtype=config.dtype,
@@ -201,7 +219,14 @@ def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
     return arguments
 
 
-def _device_name() -> str:
+def _has_cuda() -> bool:
+    """Without initialising CUDA here: vLLM's workers are forked."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return torch.cuda.device_count() > 0
+
+
+def _device_name() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name()) if _has_cuda() else "cpu"
