@@ -1,0 +1,143 @@
+"""Plans: the same input is the same shard, whatever else the corpus, the cluster or the job holds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import resource
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import load_job, parse_job
+from pipeline.corpus.encode import Encoder
+from pipeline.corpus.readers import read_documents
+from pipeline.plan import make_plan
+from tests.pipeline.conftest import documents, pipeline, write_jsonl
+
+
+def plan_of(path, *overrides: str):
+    job = load_job(path, list(overrides))
+    return make_plan(job, Encoder(job, job.teacher.model), "0" * 64).plan
+
+
+def test_adding_a_file_adds_shards_and_changes_none(job_file, tmp_path):
+    write_jsonl(tmp_path / "in" / "b.jsonl", documents(50))
+    job = job_file(tmp_path / "cache", [tmp_path / "in" / "*.jsonl"])
+    before = {s.shard_id for s in plan_of(job).shards}
+    write_jsonl(tmp_path / "in" / "a.jsonl", [d | {"id": "x" + d["id"]} for d in documents(30)])
+    after = {s.shard_id for s in plan_of(job).shards}
+    assert len(before) > 2
+    assert before < after
+
+
+def test_actors_and_machines_change_nothing(job_file, tmp_path):
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(50))])
+    plans = [plan_of(job, o) for o in ("run.actors=1", "run.actors=64", "run.executor=ray", "teacher.max_inflight_tokens=9")]
+    assert len({p.digest for p in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["recipe.eos=false", "recipe.windows.size=100", "recipe.filters.sample=0.5", "corpora.0.split=other", "corpora.0.fields.id="],
+)
+def test_whatever_changes_rows_changes_every_shard(job_file, tmp_path, override):
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(50))])
+    ids = [{s.shard_id for s in plan_of(job, *o).shards} for o in ((), (override,))]
+    assert not ids[0] & ids[1]
+
+
+def test_equal_files_are_cached_once(job_file, tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", documents(10))
+    b = write_jsonl(tmp_path / "b.jsonl", documents(10))
+    job = load_job(job_file(tmp_path / "cache", [a, b]))
+    planned = make_plan(job, Encoder(job, job.teacher.model), "0" * 64)
+    assert {s.input for s in planned.plan.shards} == {str(a)}
+    assert "same content" in planned.warnings[0]
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 333, 10**6])
+def test_byte_ranges_give_each_line_once(tmp_path, size):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "é" * (i % 13), "id": str(i)} for i in range(40)])
+    corpus = parse_job(
+        {"cache": "c", "teacher": {"model": "m", "engine": "noop"}, "corpora": [{"files": [str(path)]}]}
+    ).corpora[0]
+    total = path.stat().st_size
+    ids = [
+        raw.value["id"]
+        for start in range(0, total, size)
+        for raw in read_documents(str(path), corpus, start, min(start + size, total), "bytes")
+    ]
+    assert ids == [str(i) for i in range(40)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet", "txt", "jsonl"])
+def test_every_format_gives_the_same_documents(job_file, tmp_path, kind):
+    import teachercache
+
+    docs = documents(12)
+    path = tmp_path / f"docs.{kind}"
+    plain = "".join(json.dumps(d) + "\n" for d in docs).encode()
+    corpus: dict = {}
+    if kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(plain[:400]) + gzip.compress(plain[400:]))  # two members
+    elif kind == "jsonl.zst":
+        import zstandard
+
+        path.write_bytes(zstandard.compress(plain[:400]) + zstandard.compress(plain[400:]))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(docs), path, row_group_size=5)
+    elif kind == "txt":
+        path.write_text("\n".join(d["text"] for d in docs))
+        corpus = {"fields": {}, "text_unit": "line"}
+    else:
+        path.write_bytes(plain)
+    job = job_file(tmp_path / "cache", [path], corpus=corpus, run={"shard_bytes": 500})
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = list(teachercache.open(str(tmp_path / "cache")).records())
+    job_config = load_job(job)
+    encoder = Encoder(job_config, job_config.teacher.model)
+    texts = sorted(encoder.backend.decode(r.input_ids[:-1].tolist()) for r in records)
+    assert texts == sorted(d["text"] for d in docs)
+
+
+def test_splits_are_by_the_text_and_stay_apart(job_file, tmp_path):
+    import teachercache
+
+    docs = documents(200, 40)
+    path = write_jsonl(tmp_path / "a.jsonl", docs)
+    job = job_file(tmp_path / "cache", [path], corpus={"splits": {"train": 0.8, "heldout": 0.2}})
+    assert pipeline("run", job).returncode == 0
+    cache = teachercache.open(str(tmp_path / "cache"))
+    parts = {s: {r.doc_id for r in cache.records(split=s)} for s in ("train", "heldout")}
+    assert not parts["train"] & parts["heldout"]
+    assert len(parts["train"] | parts["heldout"]) == 200
+    assert 20 <= len(parts["heldout"]) <= 60
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_million_short_documents_are_planned_in_a_minute_and_a_gibibyte(job_file, tmp_path, kind):
+    path = tmp_path / f"million.{kind}"
+    if kind == "jsonl":
+        with path.open("w") as file:
+            for i in range(1_000_000):
+                file.write(f'{{"id": "{i}", "text": "short document number {i} of a million"}}\n')
+    else:
+        ids = [str(i) for i in range(1_000_000)]
+        pq.write_table(pa.table({"id": ids, "text": [f"short document number {i} of a million" for i in ids]}), path)
+    job = job_file(tmp_path / "cache", [path], run={"shard_bytes": 1_000_000})
+    began = time.monotonic()
+    result = pipeline("plan", job, "--json")
+    seconds = time.monotonic() - began
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"{kind}: {seconds:.1f} s, children's peak {peak:.2f} GiB, {report['shards']} shards")
+    assert seconds < 60
+    assert peak < 1
+    assert "estimated_tokens" in report["sources"][0]
+    assert 0.9e6 <= report["sources"][0]["estimated_documents"] <= 1.1e6
+    assert not (tmp_path / "cache").exists()
