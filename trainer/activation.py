@@ -27,6 +27,7 @@ ATTENTION_OPS = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
+        _aten._flash_attention_forward.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.higher_order.flex_attention,
     }

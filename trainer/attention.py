@@ -7,19 +7,24 @@ Because NAME has no mask function, transformers builds no mask: a [T, T] mask is
 Kinds (`documents.kind`):
   plain      one explicit masked softmax per document: the naive twin, and what the other kinds are tested against
   documents  one causal SDPA call per document (cuDNN on Hopper, flash elsewhere); equal lengths share a call
-  flex       FlexAttention over the whole sequence with a block mask of the documents
-  mixed      documents of at least `long_document` tokens through SDPA, the shorter ones together through FlexAttention
+  varlen     all documents in one call of flash attention's variable-length kernel (CUDA only)
+  flex       FlexAttention over the whole sequence with a block mask of the documents (CUDA only)
+  mixed      documents of at least `long_document` tokens through SDPA, the shorter ones together through varlen
 
 Measured on one H200 (forward / backward TFLOP/s at 32,768 tokens, 24/8 heads of 128): SDPA cuDNN 608 / 541, SDPA
-flash 348 / 317, FlexAttention 425 / 394 on one document and 375 / 353 on eight of 4,096. So long documents are worth
-a call of their own, and short ones, whose attention is a small share of the step, are worth being together.
+flash 348 / 317, FlexAttention 425 / 394 on one document and 375 / 353 on eight of 4,096, varlen 349 / 321 and
+320 / 281. So a long document is worth a cuDNN call of its own. Short ones, whose attention is a small share of the
+step, are worth being together in a kernel that needs no plan and no compilation per shape, as varlen is.
 
-cuDNN plans a kernel for each new shape, which takes tens of milliseconds, so lengths are rounded up: under a causal
-mask, rows that follow a document cannot change it, and what they compute is thrown away.
+cuDNN plans a kernel for each new shape, which takes tens of milliseconds, so lengths are rounded up to sixteen values
+an octave: under a causal mask, rows that follow a document cannot change it, and what they compute is thrown away.
+
+Sliding windows, soft caps and sinks go through FlexAttention on CUDA and through `plain` on a CPU.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,12 +37,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "teachercache_documents"
-KINDS = ("plain", "documents", "flex", "mixed")
+KINDS = ("plain", "documents", "varlen", "flex", "mixed")
 LONG_DOCUMENT = 2048
 """Tokens from which `mixed` gives a document an SDPA call of its own."""
-FLEX_BLOCK = 128
-ROUND_TO = 256
-"""On CUDA, lengths of SDPA calls are rounded up to a multiple of this, where the sequence has room."""
 
 
 @dataclass
@@ -52,7 +54,10 @@ class DocumentLayout:
     kind: str
     device: torch.device
     long_document: int = LONG_DOCUMENT
-    _masks: dict[Any, BlockMask] = field(default_factory=dict)
+    calls: int = 0
+    """How often attention was computed over this layout."""
+    _masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -68,27 +73,24 @@ class DocumentLayout:
             count += 1
         return count
 
-    def block_mask(self, first: int, window: int | None) -> BlockMask:
-        """FlexAttention's mask for documents[first:], built once per batch and shared by all layers of one kind."""
-        key = (first, window)
-        if key not in self._masks:
-            lengths, extra = self.lengths[first:], self.short_padding(first)
-            self._masks[key] = _block_mask((*lengths, extra) if extra else lengths, window, self.device)
-        return self._masks[key]
+    def block_mask(self, window: int | None) -> BlockMask:
+        """FlexAttention's mask of the documents, built once per batch and shared by all layers with this window."""
+        if window not in self._masks:
+            self._masks[window] = _block_mask(self.lengths, window, self.device)
+        return self._masks[window]
 
-    def short_padding(self, first: int) -> int:
-        """Tokens to add to documents[first:]: FlexAttention compiles per shape, so a share of a sequence comes in
-        quarters of it."""
-        if first == 0:
-            return 0
-        quarter = -(-sum(self.lengths) // (4 * FLEX_BLOCK)) * FLEX_BLOCK
-        return -sum(self.lengths[first:]) % quarter
+    def offsets(self, first: int) -> torch.Tensor:
+        """int32 [documents - first + 1]: where documents[first:] begin, counted from the first of them, and the end."""
+        if first not in self._offsets:
+            ends = list(itertools.accumulate(self.lengths[first:], initial=0))
+            self._offsets[first] = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        return self._offsets[first]
 
 
 def choose_kind(device: torch.device, requested: str = "auto") -> str:
-    """`auto`: mixed on CUDA, a document at a time on a CPU (where FlexAttention has no backward pass)."""
+    """`auto`: mixed on CUDA, a document at a time on a CPU (which has no varlen kernel and no FlexAttention backward)."""
     if requested != "auto":
-        if device.type != "cuda" and requested in ("flex", "mixed"):
+        if device.type != "cuda" and requested in ("varlen", "flex", "mixed"):
             raise ValueError(f"train.attention={requested} needs a CUDA device; use documents or plain")
         return requested
     return "mixed" if device.type == "cuda" else "documents"
@@ -120,17 +122,18 @@ def document_attention(
         raise ValueError("expected no attention mask: documents say what may be attended to")
     if documents is None:
         documents = DocumentLayout((query.shape[2],), "documents", query.device)
+    documents.calls += 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     options = _Options(scale, sliding_window, softcap, s_aux)
-    if documents.kind == "plain":
+    if documents.kind == "flex" or (options.special and query.is_cuda and documents.kind != "plain"):
+        out = _flex(query, key, value, documents, options)
+    elif documents.kind == "plain" or options.special:
         out = _per_document(query, key, value, documents.lengths, lambda q, k, v: plain_attention(q, k, v, options))
-    elif documents.kind == "flex" or (documents.kind == "mixed" and options.special):
-        out = _flex(query, key, value, documents, 0, options)
-    elif documents.kind == "documents" and options.special:
-        # SDPA has no softcap and no sinks; a window that is shorter than a document needs a mask.
-        out = _per_document(query, key, value, documents.lengths, lambda q, k, v: plain_attention(q, k, v, options))
+    elif documents.kind == "varlen":
+        out = _varlen(query, key, value, documents, 0, scale)
     else:
-        out = _mixed(query, key, value, documents, options)
+        first_short = documents.num_long if documents.kind == "mixed" else len(documents.lengths)
+        out = _long_then_short(query, key, value, documents, first_short, scale)
     return out.transpose(1, 2), None
 
 
@@ -178,26 +181,44 @@ def _per_document(
     return torch.cat([attend(q, k, v) for q, k, v in parts], dim=2)
 
 
-def _mixed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentLayout, options: _Options
+def _long_then_short(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: DocumentLayout,
+    first_short: int,
+    scale: float,
 ) -> torch.Tensor:
-    """Long documents through SDPA; with kind `mixed`, the short rest of the sequence through FlexAttention."""
+    """documents[:first_short] through SDPA, the rest through varlen; the sequence has the long ones first."""
     lengths = documents.lengths
-    first_short = documents.num_long if documents.kind == "mixed" else len(lengths)
     if first_short == 0:
-        return _flex(query, key, value, documents, 0, options)
+        return _varlen(query, key, value, documents, 0, scale)
+    if first_short == len(lengths):
+        return causal_documents(query, key, value, lengths, scale)
     border = sum(lengths[:first_short])
-    if border == query.shape[2]:
-        return causal_documents(query, key, value, lengths, options.scale)
     (q, q_short), (k, k_short), (v, v_short) = (
         tensor.split([border, tensor.shape[2] - border], dim=2) for tensor in (query, key, value)
     )
-    long = causal_documents(q, k, v, lengths[:first_short], options.scale)
-    short_tokens = q_short.shape[2]
-    extra = documents.short_padding(first_short)
-    q_short, k_short, v_short = (F.pad(tensor, (0, 0, 0, extra)) for tensor in (q_short, k_short, v_short))
-    short = _flex(q_short, k_short, v_short, documents, first_short, options)
-    return torch.cat([long, short[:, :, :short_tokens]], dim=2)
+    long = causal_documents(q, k, v, lengths[:first_short], scale)
+    short = _varlen(q_short, k_short, v_short, documents, first_short, scale)
+    return torch.cat([long, short], dim=2)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: DocumentLayout,
+    first: int,
+    scale: float,
+) -> torch.Tensor:
+    """documents[first:] in one call of flash attention's variable-length kernel: no padding, any lengths."""
+    offsets, longest = documents.offsets(first), max(documents.lengths[first:])
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale
+    )[0]
+    return out.transpose(0, 1)[None]
 
 
 def causal_documents(
@@ -234,9 +255,15 @@ def _flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+def rounded_length(length: int) -> int:
+    """The next of sixteen lengths an octave, at least a multiple of 128: what SDPA calls on CUDA are padded to."""
+    step = max(128, 1 << max(0, length.bit_length() - 5))
+    return -(-length // step) * step
+
+
 def _rounded_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """On CUDA, pad to a multiple of ROUND_TO so that a few kernel plans serve all lengths."""
-    extra = -q.shape[2] % ROUND_TO if q.is_cuda else 0
+    """On CUDA, pad the end so that a few kernel plans serve all lengths."""
+    extra = rounded_length(q.shape[2]) - q.shape[2] if q.is_cuda else 0
     if not extra:
         return sdpa_causal(q, k, v, scale)
     q, k, v = (F.pad(tensor, (0, 0, 0, extra)) for tensor in (q, k, v))
@@ -272,17 +299,13 @@ def _block_mask(lengths: tuple[int, ...], window: int | None, device: torch.devi
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """FlexAttention is only fast, and only has a memory-saving backward pass, when compiled."""
+    """FlexAttention is only fast, and only has a memory-saving backward pass, when compiled; shapes are static."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(function, dynamic=False)
 
 
 def _flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: DocumentLayout,
-    first: int,
-    options: _Options,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentLayout, options: _Options
 ) -> torch.Tensor:
     attend = _compiled(flex_attention) if query.is_cuda else flex_attention
     softcap = options.softcap
@@ -295,7 +318,7 @@ def _flex(
         key,
         value,
         score_mod=capped if softcap is not None else None,
-        block_mask=documents.block_mask(first, options.window),
+        block_mask=documents.block_mask(options.window),
         scale=options.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_lse=options.sinks is not None,

@@ -114,10 +114,6 @@ class CheckpointFolder:
             self._store(staging, "final")
         self._write_index(index.model_copy(update={"finished": True}))
 
-    def reopen(self) -> None:
-        """A finished run is continued (more epochs): it is not finished any more."""
-        self._write_index(self.index().model_copy(update={"finished": False}))
-
     def fetch(self, entry: CheckpointEntry) -> Path:
         """A local folder with the checkpoint's files; downloaded if it is remote.
 

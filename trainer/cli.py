@@ -6,7 +6,6 @@ Exit status: 0 done, 1 something was found wrong (or the run was stopped and sav
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from teachercache.errors import TeacherCacheError, UsageError
+from trainer.bench.loss import bench_loss
+from trainer.bench.step import bench_step
 from trainer.config import load_config
 
 app = typer.Typer(
@@ -84,6 +85,10 @@ def init_student(
     _print(cut(teacher, out, layers=layers, mlp=mlp), as_json, "init-student")
 
 
+app.command("bench-loss")(bench_loss)
+app.command("bench-step")(bench_step)
+
+
 def _print(result: dict[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         print(json.dumps(result))
@@ -97,19 +102,17 @@ def _print(result: dict[str, Any], as_json: bool, title: str) -> None:
 
 
 def _quiet() -> None:
-    """Libraries report their own optional parts and progress on standard error; a user of this command needs neither."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """transformers shows a bar for every file that it loads; this command has its own progress."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the command line; expected errors become one line and an exit status."""
     try:
-        app(standalone_mode=False)
+        app(arguments, standalone_mode=False)
     except TeacherCacheError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

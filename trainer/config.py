@@ -57,6 +57,9 @@ class DataConfig(Section):
             raise ValueError(f"data.length_curriculum needs rising shares in [0, 1), found {shares}")
         if any(not 2 <= length <= self.seq_len for _, length in self.length_curriculum):
             raise ValueError(f"data.length_curriculum has a length outside [2, seq_len = {self.seq_len}]")
+        lengths = [length for _, length in self.length_curriculum]
+        if lengths != sorted(lengths):
+            raise ValueError(f"data.length_curriculum must not shorten sequences, found {lengths}")
         return self
 
     @property
@@ -116,7 +119,7 @@ class TrainConfig(Section):
     """Weights and compute: bfloat16 on a GPU, float32 on a CPU unless told."""
     autocast: Literal["none", "bfloat16"] = "none"
     """Keep the weights as `dtype` and run the matrix products in bfloat16 (pays on CPUs with AVX512-BF16 or AMX)."""
-    attention: Literal["auto", "documents", "flex", "mixed", "plain"] = "auto"
+    attention: Literal["auto", "documents", "varlen", "flex", "mixed", "plain"] = "auto"
     """How documents are kept apart; see trainer/attention.py."""
     checkpointing: Literal["auto", "none", "full", "keep-attention", "keep-matmuls", "offload"] = "auto"
     """What the backward pass recomputes; see trainer/activation.py."""
@@ -250,11 +253,14 @@ def _explain(error: ValidationError) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         known = _known_keys()
-        near = difflib.get_close_matches(where, known, n=1, cutoff=0.0)
-        leaf = difflib.get_close_matches(where.split(".")[-1], [key.split(".")[-1] for key in known], n=1, cutoff=0.6)
+        where_to_look = where.replace("learning_rate", "lr")  # the one name that no spelling distance finds
+        near = difflib.get_close_matches(where_to_look, known, n=1, cutoff=0.0)
+        leaf = difflib.get_close_matches(
+            where_to_look.split(".")[-1], [key.split(".")[-1] for key in known], n=1, cutoff=0.6
+        )
         if leaf:
             candidates = [key for key in known if key.split(".")[-1] == leaf[0]]
-            near = difflib.get_close_matches(where, candidates, n=1, cutoff=0.0) or candidates[:1]
+            near = difflib.get_close_matches(where_to_look, candidates, n=1, cutoff=0.0) or candidates[:1]
         return f"unknown key {where} in the configuration; did you mean {near[0]}?"
     if problem["type"] == "missing":
         return f"the configuration lacks {where}: set it in the YAML file or as {where}=VALUE"

@@ -18,7 +18,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -135,10 +135,21 @@ class DataCounts:
     documents: int = 0
     tokens_read: int = 0
     tokens_trained: int = 0
-    tokens_discarded: int = 0
+    tokens_done: int = 0
+    """Trained on, or discarded on the way there: what progress is measured by."""
+    tokens_pending: int = 0
+    """Discarded since the last record that was kept; counted as done with the next one."""
     truncated_documents: int = 0
     dropped_documents: int = 0
     without_rows: int = 0
+
+
+class _Pooled(NamedTuple):
+    """A record that waits for its sequence, and the tokens of the corpus it stands for: what was cut from it, and
+    what was discarded before it, is done when it is."""
+
+    record: Any
+    tokens: int
 
 
 class PackedCache(IterableDataset):
@@ -255,17 +266,17 @@ class PackedCache(IterableDataset):
         # The counts in the state are those after the last used sequence; reading restarts at the anchor's counts.
         counts = DataCounts(**(state.get("anchor_counts") or state["counts"]))
         anchor = {"stream": state["stream"], "counts": vars(counts).copy()}
-        pool: list[Any] = []
+        pool: list[_Pooled] = []
         used = block = 0
         exhausted = False
         try:
             while not exhausted:
-                seq_len = self._seq_len(counts.tokens_trained + counts.tokens_discarded)
+                seq_len = self._seq_len(counts.tokens_done)
                 exhausted = self._read_block(stream, pool, counts, seq_len, epoch)
                 block += 1
                 flush = exhausted or block % self.blocks_per_flush == 0
                 groups, carried = pack_block(
-                    [len(record.input_ids) for record in pool],
+                    [len(item.record.input_ids) for item in pool],
                     seq_len,
                     flush=flush,
                     max_carry=self.block_sequences,
@@ -273,13 +284,14 @@ class PackedCache(IterableDataset):
                 )
                 for group in groups:
                     used += 1
-                    counts.tokens_trained += sum(len(pool[i].input_ids) for i in group)
+                    counts.tokens_trained += sum(len(pool[i].record.input_ids) for i in group)
+                    counts.tokens_done += sum(pool[i].tokens for i in group)
                     if used <= skip:
                         continue
                     sequence = pack_records(
-                        [pool[i] for i in group],
+                        [pool[i].record for i in group],
                         pad_to=seq_len if self.pad else None,
-                        tokens_done=counts.tokens_trained + counts.tokens_discarded,
+                        tokens_done=counts.tokens_done,
                     )
                     after = self._fresh_state(epoch=epoch, counts=counts)
                     after |= {"stream": anchor["stream"], "used": used, "anchor_counts": anchor["counts"]}
@@ -291,18 +303,18 @@ class PackedCache(IterableDataset):
         finally:
             stream.close()
 
-    def _read_block(self, stream: Any, pool: list[Any], counts: DataCounts, seq_len: int, epoch: int) -> bool:
+    def _read_block(self, stream: Any, pool: list[_Pooled], counts: DataCounts, seq_len: int, epoch: int) -> bool:
         """Add records to the pool until it holds a block; returns whether the epoch ended."""
         wanted = self.block_sequences * seq_len
-        held = sum(len(record.input_ids) for record in pool)
+        held = sum(len(item.record.input_ids) for item in pool)
         while held < wanted:
             record = next(stream, None)
             if record is None:
                 return True
             counts.documents += 1
             counts.tokens_read += len(record.input_ids)
+            counts.tokens_pending += len(record.input_ids)
             if not self._sampled(record, epoch):
-                counts.tokens_discarded += len(record.input_ids)
                 continue
             if len(record.input_ids) > seq_len:
                 if self.long_documents == "refuse":
@@ -312,16 +324,14 @@ class PackedCache(IterableDataset):
                     )
                 if self.long_documents == "drop":
                     counts.dropped_documents += 1
-                    counts.tokens_discarded += len(record.input_ids)
                     continue
                 counts.truncated_documents += 1
-                counts.tokens_discarded += len(record.input_ids) - seq_len
                 record = cut_record(record, seq_len)
             if not np.any(record.loss_mask):
                 counts.without_rows += 1
-                counts.tokens_discarded += len(record.input_ids)
                 continue
-            pool.append(record)
+            pool.append(_Pooled(record, counts.tokens_pending))
+            counts.tokens_pending = 0
             held += len(record.input_ids)
         return False
 

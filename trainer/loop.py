@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
     student.check_fits(source, cache)
     if saved:
         _check_resumable(saved, config, cache)
+    if index.finished and saved and _same_end(saved, config):
+        print(f"{config.output} is finished: step {saved['step']}; nothing to do", file=sys.stderr)
+        return json.loads(run.get_text("summary.json"))
     cache.files(split=config.split)  # an unknown split is refused here, with the names that there are
     _pin_threads(config)
     return _Fit(config, cache, run, source, saved, device, dtype, attention_kind).run()
@@ -423,6 +427,11 @@ def _check_resumable(saved: dict[str, Any], config: TrainerConfig, cache: Any) -
                 f"cannot resume {config.output}: it was started with data.{key} = {then['data'][key]}, "
                 f"found {now['data'][key]}"
             )
+
+
+def _same_end(saved: dict[str, Any], config: TrainerConfig) -> bool:
+    then = saved["config"]["train"]
+    return (then["epochs"], then["max_steps"]) == (config.train.epochs, config.train.max_steps)
 
 
 def _pin_threads(config: TrainerConfig) -> None:

@@ -109,6 +109,10 @@ def hidden_states(
     output = decoder(model)(
         input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, documents=documents
     )
+    if documents.calls == 0:
+        raise RuntimeError(
+            f"{type(model).__name__} computed attention without trainer.attention: packed documents would see one another"
+        )
     return output.last_hidden_state[0]
 
 

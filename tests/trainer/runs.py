@@ -1,0 +1,39 @@
+"""Running `python -m trainer` as a child process, as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", **extra}
+
+
+def write_config(path: Path, **sections: Any) -> Path:
+    """A training configuration as YAML (JSON is YAML)."""
+    path.write_text(json.dumps(sections), encoding="utf-8")
+    return path
+
+
+def trainer(*arguments: str | Path, timeout: float = 200, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainer", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**extra))
+
+
+def start_trainer(*arguments: str | Path, **extra: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "trainer", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**extra)
+    )
+
+
+def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]

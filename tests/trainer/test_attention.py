@@ -1,0 +1,153 @@
+"""Packed documents give what separate passes give: outputs and gradients, for every path and architecture."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from trainer import attention, student
+from trainer.attention import DocumentLayout, rounded_length
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen3": Qwen3Config(**SMALL),
+    "gemma3": Gemma3TextConfig(**SMALL, sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=30.0),
+    "gpt-oss": GptOssConfig(
+        **SMALL, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
+}  # fmt: skip
+LENGTHS = (23, 17, 17, 9, 1)
+CUDA_KINDS = ["documents", "varlen", "flex", "mixed"]
+
+
+def build(config: PreTrainedConfig, implementation: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = copy.deepcopy(config)  # a model writes its attention into the configuration it was given
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    for parameter in model.parameters():  # sinks and experts too: nothing may hide at zero
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
+
+
+@pytest.mark.parametrize("kind", ["documents", "plain"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_documents_equal_separate_passes_of_plain_transformers(name: str, kind: str) -> None:
+    packed, apart = build(ARCHITECTURES[name], attention.NAME), build(ARCHITECTURES[name], "eager")
+    ids = torch.randint(3, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    position = torch.cat([torch.arange(length) for length in LENGTHS])
+    weight = torch.randn(len(ids), 32, generator=torch.Generator().manual_seed(2))
+    layout = DocumentLayout(LENGTHS, kind, torch.device("cpu"))
+    hidden = student.hidden_states(packed, ids, position, layout)
+    (hidden * weight).sum().backward()
+    expected = torch.cat(
+        [apart.base_model(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in ids.split(LENGTHS)]
+    )
+    (expected * weight).sum().backward()
+    assert relative(hidden, expected) < 1e-5
+    worst = max(
+        relative(ours.grad, theirs.grad)
+        for (_, ours), (_, theirs) in zip(packed.named_parameters(), apart.named_parameters(), strict=True)
+        if theirs.grad is not None
+    )
+    print(f"{name} {kind}: hidden {relative(hidden, expected):.1e}, worst gradient {worst:.1e}")
+    assert worst < 1e-5
+
+
+def test_a_document_sees_no_other_document() -> None:
+    model = build(ARCHITECTURES["llama"], attention.NAME).eval()
+    ids = torch.randint(3, 128, (sum(LENGTHS),))
+    position = torch.cat([torch.arange(length) for length in LENGTHS])
+    layout = DocumentLayout(LENGTHS, "documents", torch.device("cpu"))
+    before = student.hidden_states(model, ids, position, layout)
+    changed = ids.clone()
+    changed[: LENGTHS[0]] = 5
+    after = student.hidden_states(model, changed, position, layout)
+    assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
+    assert not torch.equal(before[: LENGTHS[0]], after[: LENGTHS[0]])
+
+
+def test_a_model_that_does_not_call_our_attention_is_refused() -> None:
+    model = build(ARCHITECTURES["llama"], "eager")
+    layout = DocumentLayout((4, 4), "documents", torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="would see one another"):
+        student.hidden_states(model, torch.arange(8), torch.arange(4).repeat(2), layout)
+
+
+def test_generation_without_a_layout_is_plain_causal() -> None:
+    ours, theirs = build(ARCHITECTURES["llama"], attention.NAME).eval(), build(ARCHITECTURES["llama"], "eager").eval()
+    ids = torch.randint(3, 128, (1, 20))
+    assert relative(ours(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits) < 1e-5
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 2048, 2049, 4096, 5000, 32768, 40000])
+def test_rounded_lengths_are_few_and_close(length: int) -> None:
+    rounded = rounded_length(length)
+    assert length <= rounded <= max(128 * -(-length // 128), length * 17 / 16)
+    assert rounded_length(rounded) == rounded
+
+
+def test_few_kernel_shapes_serve_all_lengths() -> None:
+    assert len({rounded_length(length) for length in range(2048, 32769)}) <= 66
+
+
+def test_unsupported_options_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="attention kind 'fast'"):
+        DocumentLayout((3,), "fast", torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"train\.attention=flex needs a CUDA device"):
+        attention.choose_kind(torch.device("cpu"), "flex")
+    query = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="dropout 0.1"):
+        attention.document_attention(torch.nn.Module(), query, query, query, None, dropout=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: varlen, FlexAttention and cuDNN")
+@pytest.mark.parametrize("kind", CUDA_KINDS)
+def test_every_cuda_path_equals_the_naive_twin(kind: str) -> None:
+    device = torch.device("cuda")
+    lengths = (4096, 2500, 700, 300, 300, 57)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def heads(count: int) -> torch.Tensor:
+        return torch.randn(
+            1, count, sum(lengths), 64, device=device, dtype=torch.bfloat16, generator=generator
+        ).requires_grad_()
+
+    q, k, v = heads(6), heads(2), heads(2)
+    grad = torch.randn(1, sum(lengths), 6, 64, device=device, dtype=torch.bfloat16, generator=generator)
+    results = {}
+    for name, dtype in ((kind, torch.bfloat16), ("plain", torch.float32)):
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
+        layout = DocumentLayout(lengths, name, device)
+        out, _ = attention.document_attention(torch.nn.Module(), *inputs, None, documents=layout)
+        out.backward(grad.to(dtype))
+        results[name] = [out.detach().float(), *(tensor.grad.float() for tensor in inputs)]
+    for ours, theirs in zip(results[kind], results["plain"], strict=True):
+        assert relative(ours, theirs) < 1e-2

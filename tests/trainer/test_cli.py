@@ -1,0 +1,182 @@
+"""What a user sees: one line and exit status 2 for misuse, nothing written; a whole small run that works."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.trainer import runs, tiny
+from trainer.cli import main
+
+SETTINGS = {
+    "data": {"seq_len": 128},
+    "optim": {"lr": 3e-3, "warmup_steps": 2},
+    "train": {"threads": 1},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path, cache_url: str, student: Path) -> Path:
+    return runs.write_config(
+        tmp_path / "train.yaml", cache=cache_url, student=str(student), output=str(tmp_path / "run"), **SETTINGS
+    )
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command line in this process: the same code as `python -m trainer`, without its seconds of imports."""
+
+    def call(*arguments: str | Path) -> Done:
+        capfd.readouterr()
+        code: object = 0
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as done:
+            code = done.code
+        return Done(int(str(code)), *capfd.readouterr())
+
+    return call
+
+
+def refused(run: Callable[..., Done], config: Path, *overrides: str, command: str = "fit") -> str:
+    """The one line of a refusal; asserts the exit status and that nothing was written."""
+    before = sorted(config.parent.rglob("*"))
+    done = run(command, config, *overrides)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert sorted(config.parent.rglob("*")) == before
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_fit_lowers_the_heldout_kl_and_writes_a_plain_hugging_face_folder(
+    run: Callable[..., Done], config: Path
+) -> None:
+    before = run("eval", config, "split=heldout", "--json")
+    assert before.returncode == 0, before.stderr
+    done = run("fit", config, "train.epochs=12", "optim.lr=1e-2", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    folder = config.parent / "run"
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    after = run("eval", config, f"student={folder}", "split=heldout", "--json")
+    kl_before, kl_after = (json.loads(result.stdout)["heldout_kl"] for result in (before, after))
+    print(f"held-out KL {kl_before:.3f} -> {kl_after:.3f} in {summary['steps']} steps")
+    assert kl_after < 0.7 * kl_before
+    assert list((folder / "tensorboard").glob("events.*"))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    prompt = tokenizer("the cat", return_tensors="pt").input_ids
+    text = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert text.shape == (1, prompt.shape[1] + 5)
+
+
+def test_eval_against_a_live_teacher_adds_the_full_vocabulary_kl(
+    run: Callable[..., Done], config: Path, teacher: Path
+) -> None:
+    done = run("eval", config, f"teacher={teacher}", f"student={teacher}", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert abs(result["heldout_kl_full_vocabulary"]) < 1e-5
+    assert abs(result["heldout_kl"]) < 1e-4  # cached log-probabilities are rounded to float16 precision
+    assert result["top1_agreement"] > 0.99
+
+
+def test_eval_on_a_text_file_agrees_with_transformers(
+    run: Callable[..., Done], config: Path, student: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(tiny.TEXT))
+    done = run("eval", config, "--text", text, "--json", "data.seq_len=512")
+    assert done.returncode == 0, done.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(student)(text.read_text(), return_tensors="pt").input_ids
+    loss = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)(ids, labels=ids).loss
+    assert json.loads(done.stdout)["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-4)
+
+
+def test_a_student_with_another_tokenizer_is_refused(
+    run: Callable[..., Done], config: Path, student: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(student, other)
+    tiny.make_tokenizer(other, vocab_size=300, text=["quite another text, with other merges"])
+    assert "was made with tokenizer" in refused(run, config, f"student={other}")
+    assert "was made with tokenizer" in refused(run, config, f"student={other}", command="eval")
+
+
+def test_a_student_with_too_small_a_head_is_refused(
+    run: Callable[..., Done], config: Path, student: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(student, small)
+    settings = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**settings, "vocab_size": 100}))
+    assert "has 100 rows in its head" in refused(run, config, f"student={small}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.learning_rate=1"], "did you mean optim.lr?"),
+        (["student=/nowhere"], "there is no folder /nowhere"),
+        (["cache=/nowhere"], "/nowhere"),
+        (["split=validation"], "validation"),
+        (["manifest=7"], "no manifest 7"),
+        (["train.device=cuda"], "no CUDA device"),
+        (["train.attention=flex"], "needs a CUDA device"),
+        (["output=null"], "fit needs output"),
+    ],
+)
+def test_misuse_is_one_line_with_exit_status_2_and_nothing_written(
+    run: Callable[..., Done], config: Path, overrides: list[str], message: str
+) -> None:
+    assert message in refused(run, config, *overrides)
+
+
+def test_a_resumed_run_that_would_be_another_run_is_refused(run: Callable[..., Done], config: Path) -> None:
+    assert run("fit", config).returncode == 0
+    assert "data.seq_len = 128, found 64" in refused(run, config, "data.seq_len=64")
+    assert "seed = 0, found 1" in refused(run, config, "seed=1")
+    done = run("fit", config)
+    assert done.returncode == 0
+    assert "finished" in done.stderr
+
+
+def test_init_student_refuses_to_overwrite_and_unknown_layers(
+    run: Callable[..., Done], student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    for arguments in (["--out", student], ["--out", tmp_path / "new", "--layers", "0-9"]):
+        done = run("init-student", "--teacher", teacher, *arguments)
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_as_a_process_of_its_own_a_refusal_is_one_line_too(config: Path) -> None:
+    done = runs.trainer("fit", config, "studnet=x")
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown key studnet in the configuration; did you mean student?\n"
+
+
+@pytest.mark.parametrize("command", [[], ["fit"], ["eval"], ["init-student"], ["bench-step"], ["bench-loss"]])
+def test_every_command_has_a_help_that_teaches(run: Callable[..., Done], command: list[str]) -> None:
+    done = run(*command, "--help")
+    assert done.returncode == 0
+    assert len(done.stdout) > 300

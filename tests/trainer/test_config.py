@@ -1,0 +1,70 @@
+"""The configuration refuses what it does not know and says what was probably meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from teachercache.errors import UsageError
+from trainer.config import load_config
+
+MINIMAL = ["cache=s3://bucket/cache", "student=build/student"]
+
+
+def test_overrides_reach_nested_keys_and_keep_types() -> None:
+    config = load_config(None, [*MINIMAL, "optim.lr=1e-3", "data.seq_len=64", "optim.clip_norm=null", "lora.rank=4"])
+    assert config.optim.lr == 1e-3
+    assert config.data.seq_len == 64
+    assert config.optim.clip_norm is None
+    assert config.lora is not None
+    assert config.lora.rank == 4
+
+
+def test_yaml_and_overrides_are_one_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("cache: a\nstudent: b\ndata: {seq_len: 128, batch_tokens: 256}\noptim: {lr: 5e-4}\n")
+    config = load_config(path, ["data.batch_tokens=512"])
+    assert config.data.sequences_per_step == 4
+    assert config.optim.lr == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("optim.learning_rat=1", "optim."),
+        ("optim.warmup_step=1", "optim.warmup_steps"),
+        ("data.seqlen=1", "data.seq_len"),
+        ("seq_len=1", "data.seq_len"),
+        ("studnet=x", "student"),
+        ("loss.tale=none", "loss.tail"),
+    ],
+)
+def test_an_unknown_key_names_its_nearest_neighbour(override: str, nearest: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {nearest}") as caught:
+        load_config(None, [*MINIMAL, override])
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.batch_tokens=3000", "multiple of data.seq_len"),
+        ("optim.lr=fast", "optim.lr"),
+        ("loss.method=online", "set teacher=FOLDER"),
+        ("loss.tail=null", "only loss.method=online"),
+        ("loss.tail=buckets", "loss.tail"),
+        ("no-equals-sign", "expected key=value"),
+        ("cache.x=1", "not a section"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_a_sentence(override: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_config(None, [*MINIMAL, override])
+
+
+def test_a_missing_key_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="lacks cache"):
+        load_config(None, ["student=x"])
+    with pytest.raises(UsageError, match="cannot read"):
+        load_config(tmp_path / "none.yaml")
