@@ -40,7 +40,7 @@ def largest_drift(a: TeacherRows, b: TeacherRows, floor: float = 1e-3) -> float:
         order = np.argsort(ids_b)
         place = np.minimum(np.searchsorted(ids_b, ids_a, sorter=order), len(ids_b) - 1)
         other = order[place]
-        likely = lp_a > np.log(floor)
+        likely = lp_a > (np.log(floor) if floor > 0 else -np.inf)
         both = likely & (ids_b[other] == ids_a)
         wanted += int(likely.sum())
         shared += int(both.sum())

@@ -14,9 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from pipeline.corpus.encode import Window
 from pipeline.teachers.base import EngineDied, Scored, Teacher
+
+T = TypeVar("T")
 
 _WORTH_A_SECOND_TRY = {"nan", "inf", "zero_row", "column_zero", "no_rows", "unsorted"}
 
@@ -49,6 +52,14 @@ class _Client:
     died: EngineDied | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    action: Callable[[Teacher], Any]
+    result: Any = None
+    error: BaseException | None = None
+    done: bool = False
+
+
 class EngineLoop:
     """Starts the teacher in a thread of its own and scores windows for several shards."""
 
@@ -58,6 +69,7 @@ class EngineLoop:
         self._inbox: deque[_Item] = deque()
         self._alone: deque[_Item] = deque()
         self._inside: dict[int, _Item] = {}
+        self._calls: deque[_Call] = deque()
         self._clients: list[_Client] = []
         self._serial = 0
         self._stopping = False
@@ -140,6 +152,26 @@ class EngineLoop:
                 client.exhausted = True
                 self._cond.notify_all()
 
+    def call(self, action: Callable[[Teacher], T]) -> T:
+        """Runs `action(teacher)` in the engine's thread while nothing is inside, and returns what it returns."""
+        request = _Call(action)
+        with self._cond:
+            if self._dead is not None:
+                raise self._dead
+            self._calls.append(request)
+            self._cond.notify_all()
+            self._cond.wait_for(lambda: request.done or self._dead is not None)
+        if request.error is not None:
+            raise request.error
+        if not request.done:
+            raise EngineDied(str(self._dead))
+        return request.result
+
+    def depths(self) -> tuple[int, int]:
+        """(inputs inside the engine, inputs waiting for it)."""
+        with self._cond:
+            return len(self._inside), len(self._inbox) + len(self._alone)
+
     # -- the engine's side ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -161,13 +193,18 @@ class EngineLoop:
     def _step(self) -> bool:
         with self._cond:
             waited = time.monotonic()
-            self._cond.wait_for(lambda: self._inbox or self._alone or self._inside or self._stopping)
+            self._cond.wait_for(lambda: self._inbox or self._alone or self._inside or self._calls or self._stopping)
             if self._clients and not self._stopping:
                 self.starved_s += time.monotonic() - waited
             if self._stopping:
                 return False
-            ready = self._take()
+            call = self._calls.popleft() if self._calls and not self._inside else None
+            ready = [] if self._calls or call else self._take()
         began = time.monotonic()
+        if call is not None:
+            self._answer(call)
+            self.busy_s += time.monotonic() - began
+            return True
         for item in ready:
             self._serial += 1
             self._inside[self._serial] = item
@@ -180,6 +217,17 @@ class EngineLoop:
                     self._deliver(scored)
                 self._cond.notify_all()
         return True
+
+    def _answer(self, call: _Call) -> None:
+        try:
+            call.result = call.action(self.teacher)
+        except EngineDied:
+            raise
+        except Exception as error:  # travels to the caller as itself
+            call.error = error
+        with self._cond:
+            call.done = True
+            self._cond.notify_all()
 
     def _take(self) -> list[_Item]:
         """Items that may enter now; one that must be alone waits until the engine is empty."""

@@ -19,7 +19,7 @@ from pipeline.identity import build_spec, resolve_model
 from pipeline.plan import Planned, make_plan
 from pipeline.pool import InlinePool, Pool, PoolState
 from teachercache import CacheSpec, CacheWriter, Manifest, Store
-from teachercache.errors import MissingObject
+from teachercache.errors import MissingObject, NotACache, SpecMismatch
 
 
 @dataclass(slots=True)
@@ -42,19 +42,18 @@ class Result:
     plan_digest: str
 
 
-def check_cache(job: JobConfig, spec: CacheSpec) -> None:
-    """Refuses wrong credentials and a cache of another teacher before anything is planned.  Writes nothing."""
-    try:
-        Store.open(job.cache).head("spec.json")
-    except MissingObject:
-        return
-    theirs = teachercache.errors.NotACache
+def check_cache(job: JobConfig, spec: CacheSpec) -> set[str]:
+    """Refuses wrong credentials and a cache of another teacher before anything is planned; returns what is committed.
+
+    Writes nothing.
+    """
     try:
         existing = read_spec(job.cache)
-    except theirs:
-        return
+    except NotACache:
+        return set()
     if existing != spec:
-        raise teachercache.errors.SpecMismatch(job.cache, spec.differences(existing))
+        raise SpecMismatch(job.cache, spec.differences(existing))
+    return CacheWriter(Store.open(job.cache), spec).committed() if job.recipe.filters.dedup == "corpus" else set()
 
 
 def read_spec(url: str) -> CacheSpec:
@@ -65,16 +64,16 @@ def read_spec(url: str) -> CacheSpec:
     try:
         return read_sealed(store, CacheSpec, "spec.json")
     except MissingObject as error:
-        raise teachercache.errors.NotACache(f"{url}: expected a cache, found no spec.json; run the job first") from error
+        raise NotACache(f"{url}: expected a cache, found no spec.json; run the job first") from error
 
 
 def prepare(job: JobConfig) -> Prepared:
     """Model, identity, tokenizer, plan; nothing is written."""
     model = resolve_model(job.teacher)
     spec = build_spec(job, model)
-    check_cache(job, spec)
+    committed = check_cache(job, spec)
     encoder = Encoder(job, model, spec.tokenizer)
-    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest))
+    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, committed))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,8 +216,13 @@ def _shards_of(
     return shards, estimate, warnings
 
 
-def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, threads: int = 8) -> Planned:
-    """Plans a whole job.  Cost: one head (or local hash) and a sample of 32 KiB of every file."""
+def make_plan(
+    job: JobConfig, encoder: Encoder, spec_digest: str, committed: Set[str] = frozenset(), threads: int = 8
+) -> Planned:
+    """Plans a whole job.  Cost: one head (or local hash) and a sample of 32 KiB of every file.
+
+    `committed` matters for corpus-wide de-duplication alone: what is cached keeps its copy.
+    """
     shards: list[PlanShard] = []
     estimates: list[SourceEstimate] = []
     warnings: list[str] = []
@@ -249,7 +254,7 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, threads: int =
     if job.recipe.filters.dedup == "corpus":
         from pipeline.dedup import mark_duplicates
 
-        shards = mark_duplicates(job, shards)
+        shards = mark_duplicates(job, shards, committed)
     stored = {
         "corpora": [c.model_dump(mode="json") for c in job.corpora],
         "recipe": job.recipe.model_dump(mode="json"),

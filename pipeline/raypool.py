@@ -36,6 +36,7 @@ class TeacherActor:
             os.environ.setdefault(name, value)
         self._arguments = (job, model_path, spec, plan_digest, journal)
         self._worker: Any = None
+        self._metrics: Any = None
 
     def start(self) -> dict[str, Any]:
         """Loads the teacher.  Errors travel back as themselves."""
@@ -48,10 +49,19 @@ class TeacherActor:
         self._worker = ShardWorker(
             job, model_path, CacheSpec.model_validate(spec_tree), plan_digest=plan_digest, journal=_RemoteJournal(journal)
         )
+        from pipeline.metrics import ActorMetrics
+
+        self._metrics = ActorMetrics(self._worker)
         return dict(self._worker.loop.teacher.provenance)
 
     def run(self, task: ShardTask) -> Receipt:
-        return self._worker.run(task)
+        try:
+            receipt = self._worker.run(task)
+        except Exception:
+            self._metrics.failed()
+            raise
+        self._metrics.committed(receipt)
+        return receipt
 
     def state(self) -> dict[str, Any]:
         return self._worker.state() if self._worker is not None else {}

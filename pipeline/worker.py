@@ -8,6 +8,7 @@ Several calls of `run` may overlap (threads): while one shard is encoded and upl
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
@@ -190,7 +191,10 @@ class ShardWorker:
                 for document in (d for d in batch if d.ordinal in excluded):
                     drops["kills_engine"] += 1
                     broken.setdefault("kills_engine", []).append(document.doc_id)
-            for document, tokens in self._tokens(chosen):
+            encoded = list(zip(chosen, self.encoder.tokens(chosen), strict=True))
+            if self.job.recipe.mode == "generate":
+                encoded = self._continue(encoded)
+            for document, tokens in encoded:
                 if isinstance(tokens, Dropped):
                     drops[tokens.reason] += 1
                     continue
@@ -199,8 +203,34 @@ class ShardWorker:
                 except Dropped as drop:
                     drops[drop.reason] += 1
 
-    def _tokens(self, documents: list[Document]) -> Iterator[tuple[Document, Tokens | Dropped]]:
-        yield from zip(documents, self.encoder.tokens(documents), strict=True)
+    def _continue(self, encoded: list[tuple[Document, Tokens | Dropped]]) -> list[tuple[Document, Tokens | Dropped]]:
+        """Generate mode: the teacher writes on; prompt and continuation are scored, the mask is on the continuation."""
+        config, limit = self.job.recipe.generate, self.job.window_size
+        prompts: dict[int, np.ndarray] = {}
+        for place, (_, tokens) in enumerate(encoded):
+            if isinstance(tokens, Dropped):
+                continue
+            first = [self.encoder.bos_id] if tokens.bos else []
+            ids = np.concatenate([np.asarray(first, dtype=np.int32), tokens.ids])
+            if len(ids) + 1 > limit:
+                encoded[place] = (encoded[place][0], Dropped("prompt_too_long"))
+            else:
+                prompts[place] = ids
+        if not prompts:
+            return encoded
+        seeds = [generation_seed(encoded[place][0].content_hash, config.seed) for place in prompts]
+        made = self.loop.call(lambda teacher: teacher.generate(list(prompts.values()), config, seeds))
+        for place, seed, answer in zip(prompts, seeds, made, strict=True):
+            document, tokens = encoded[place]
+            assert not isinstance(tokens, Dropped)
+            written = answer.ids[: limit - len(prompts[place])]
+            if not len(written):
+                encoded[place] = (document, Dropped("empty_continuation"))
+                continue
+            learn = np.concatenate([np.zeros(len(tokens.ids), dtype=bool), np.ones(len(written), dtype=bool)])
+            document.meta = {**document.meta, "finish_reason": answer.finish_reason, "generate_seed": seed}
+            encoded[place] = (document, Tokens(np.concatenate([tokens.ids, written]), learn, tokens.bos))
+        return encoded
 
     def _documents(self, shard: PlanShard, drops: Counter[str]) -> Iterator[Document]:
         corpus = self.job.corpora[int(shard.detail.get("corpus", 0))]
@@ -256,6 +286,11 @@ class ShardWorker:
 
     def close(self) -> None:
         self.loop.stop()
+
+
+def generation_seed(content_hash: bytes, seed: int) -> int:
+    """One seed per document, the same in every attempt."""
+    return int.from_bytes(hashlib.blake2b(content_hash, digest_size=4, key=seed.to_bytes(8, "big", signed=True)).digest(), "big") >> 1
 
 
 def record_of(window: Window, scored: Scored) -> Record:

@@ -1,0 +1,51 @@
+"""Shows documents as the teacher will see them: tokens, special tokens, and which of them a student learns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from pipeline.corpus.documents import Dropped, extract
+from pipeline.corpus.readers import read_documents
+
+if TYPE_CHECKING:
+    from pipeline.job import Prepared
+
+MOST_TOKENS = 400
+
+
+def show_documents(console: Console, prepared: Prepared, count: int) -> None:
+    """Prints the first `count` usable documents; learned tokens green, others dim, window borders marked."""
+    shown = 0
+    job, encoder = prepared.job, prepared.encoder
+    for shard in prepared.planned.plan.shards:
+        corpus = job.corpora[int(shard.detail.get("corpus", 0))]
+        for raw in read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit, job.recipe.filters.invalid_utf8):
+            if shown == count:
+                return
+            try:
+                document = extract(raw, corpus, job.recipe.filters, shard.input_digest)
+                (tokens,) = encoder.tokens([document])
+                if isinstance(tokens, Dropped):
+                    raise tokens
+                windows = list(encoder.windows(document, tokens))
+            except Dropped as drop:
+                console.print(f"{shard.input}@{raw.ordinal}: dropped, {drop}", markup=False)
+                continue
+            shown += 1
+            console.print(
+                f"\n{document.doc_id}  ({document.source}/{document.split}, {len(tokens.ids)} tokens, {len(windows)} windows)",
+                markup=False,
+                style="bold",
+            )
+            for window in windows:
+                learned = {int(r) + 1 for r, m in zip(window.row_pos, window.loss_mask, strict=True) if m}
+                line = Text(f"[window {window.window} from token {window.start}] ", style="cyan")
+                for place, token in enumerate(window.input_ids[:MOST_TOKENS].tolist()):
+                    piece = encoder.backend.decode([token], skip_special_tokens=False)
+                    line.append(piece, style="green" if place in learned else "dim")
+                if len(window.input_ids) > MOST_TOKENS:
+                    line.append(f" … {len(window.input_ids) - MOST_TOKENS} more", style="cyan")
+                console.print(line)

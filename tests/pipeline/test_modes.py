@@ -1,0 +1,110 @@
+"""Generate mode, continuations of a student, de-duplication over a corpus, sampling, and the preview."""
+
+from __future__ import annotations
+
+import collections
+import json
+
+import numpy as np
+
+import teachercache
+from tests.pipeline.conftest import documents, pipeline, verify, write_jsonl
+
+
+def test_generate_scores_prompt_and_continuation_and_masks_the_continuation(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(10))
+    job = job_file(
+        tmp_path / "cache",
+        [path],
+        corpus={"fields": {"prompt": "text", "id": "id"}},
+        recipe={"mode": "generate", "generate": {"max_tokens": 5, "seed": 3}},
+    )
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = list(teachercache.open(str(tmp_path / "cache")).records())
+    texts = {d["id"]: d["text"] for d in documents(10)}
+    assert len(records) == 10
+    for r in records:
+        prompt = len(texts[r.doc_id].encode())
+        assert len(r.input_ids) == prompt + 5
+        assert r.row_pos[r.loss_mask].tolist() == list(range(prompt - 1, prompt + 4))
+        assert r.meta["finish_reason"] == "length"
+    assert len({r.meta["generate_seed"] for r in records}) == 10
+
+
+def test_continuations_that_a_student_wrote_are_scored_with_its_revision_in_the_plan(job_file, tmp_path):
+    rows = [{"id": str(i), "text": f"question {i}", "answer": f"answer {i}"} for i in range(5)]
+    corpus = {"fields": {"text": "text", "continuation": "answer", "id": "id"}, "student": "step-400"}
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", rows)], corpus=corpus)
+    assert pipeline("run", job).returncode == 0
+    cache = teachercache.open(str(tmp_path / "cache"))
+    for r in cache.records():
+        assert r.loss_mask.sum() == len("answer 0") + 1  # and the EOS
+    (plan,) = (json.loads(p.read_text()) for p in (tmp_path / "cache" / "plans").glob("*.json"))
+    assert plan["job"]["corpora"][0]["student"] == "step-400"
+
+
+def test_corpus_dedup_keeps_the_first_copy_and_never_one_that_is_cached_elsewhere(job_file, tmp_path):
+    docs = documents(40)
+    write_jsonl(tmp_path / "in" / "m.jsonl", [*docs, docs[3] | {"id": "copy-inside"}])
+    recipe = {"filters": {"dedup": "corpus"}}
+    job = job_file(tmp_path / "cache", [tmp_path / "in" / "*.jsonl"], recipe=recipe, run={"shard_bytes": 1000})
+    assert pipeline("run", job).returncode == 0
+    # a file that sorts before the cached one, with copies and one new document
+    write_jsonl(tmp_path / "in" / "a.jsonl", [docs[5] | {"id": "late"}, docs[6] | {"id": "late2"}, {"id": "new", "text": "fresh"}])
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    ids = collections.Counter(r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records())
+    assert set(ids) == {d["id"] for d in docs} | {"new"}
+    assert verify(tmp_path / "cache").returncode == 0
+    status = json.loads(pipeline("status", job, "--json").stdout)
+    assert status["drops"] == {"duplicate": 3}
+
+
+def test_sampling_takes_the_same_documents_each_time(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(200, 40))
+    seen = []
+    for name in ("one", "two"):
+        job = job_file(tmp_path / name, [path], recipe={"filters": {"sample": 0.3}})
+        assert pipeline("run", job).returncode == 0
+        seen.append(sorted(r.doc_id for r in teachercache.open(str(tmp_path / name)).records()))
+    assert seen[0] == seen[1]
+    assert 30 <= len(seen[0]) <= 90
+
+
+def test_plan_shows_documents_with_their_masks(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(3))
+    job = job_file(tmp_path / "cache", [path])
+    result = pipeline("plan", job, "--show", "2", "--rate", "1000")
+    assert result.returncode == 0, result.stderr
+    assert "document 0 says" in result.stdout
+    assert "GPU-hours" in result.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
+    rows = [{"id": "a", "ids": [1, 2, 3, 4]}, {"id": "b", "ids": [9999]}, {"id": "c", "ids": []}, {"id": "d", "ids": "no"}]
+    corpus = {"fields": {"input_ids": "ids", "id": "id"}}
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", rows)], corpus=corpus)
+    assert pipeline("run", job).returncode == 0
+    (record,) = teachercache.open(str(tmp_path / "cache")).records()
+    np.testing.assert_array_equal(record.input_ids, [1, 2, 3, 4])
+    drops = json.loads(pipeline("status", job, "--json").stdout)["drops"]
+    assert drops == {"id_out_of_range": 1, "empty": 1, "wrong_type": 1}
+
+
+def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
+    """What comes out of the cache is what the teacher gave, for every window of every document."""
+    from pipeline.teachers.noop import expected_columns
+    from teachercache import fingerprint_tokenizer
+
+    path = write_jsonl(tmp_path / "a.jsonl", documents(20, 900))
+    job = job_file(tmp_path / "cache", [path], recipe={"windows": {"size": 128, "min_context": 32}})
+    assert pipeline("run", job).returncode == 0
+    vocab = fingerprint_tokenizer(tokenizer_folder).vocab_size
+    records = list(teachercache.open(str(tmp_path / "cache")).records())
+    assert len(records) > 100
+    for r in records:
+        ids, logprobs = expected_columns(r.input_ids, 8, vocab)
+        np.testing.assert_array_equal(r.topk_ids, ids[r.row_pos, 1:])
+        np.testing.assert_allclose(r.topk_logprobs, logprobs[r.row_pos, 1:], rtol=1e-3)
