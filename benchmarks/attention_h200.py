@@ -1,0 +1,139 @@
+"""Attention over packed documents on one GPU: forward and backward rates of every path, side by side in one process.
+
+    python benchmarks/attention_h200.py [--device cpu --tiny] [--out FOLDER]
+
+Work counts causal attention of each document, 2·n²·d_attn FLOP forward and 5/2 of that backward (the gradients' five
+products to the two of the forward pass). The yardstick is SDPA cuDNN on one plain causal document of all tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.attention import DocumentLayout, document_attention, sdpa_causal
+from trainer.bench.loss import machine
+
+
+def timed(function: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of `repeats`, after two warm-ups."""
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    for _ in range(2):
+        once()
+    return min(once() for _ in range(repeats))
+
+
+def measure(
+    attend: Callable[..., torch.Tensor],
+    lengths: tuple[int, ...],
+    heads: tuple[int, int, int],
+    device: torch.device,
+    repeats: int,
+) -> dict[str, float]:
+    """Forward and backward TFLOP/s of attend(q, k, v) -> [1, T, H, D] on heads = (H, H_kv, D)."""
+    num_heads, num_kv, size = heads
+    total = sum(lengths)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def projected(count: int) -> torch.Tensor:
+        # As a model lays them out: [1, T, H, D] seen as [1, H, T, D].
+        return torch.randn(1, total, count, size, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+
+    q, k, v = projected(num_heads), projected(num_kv), projected(num_kv)
+    grad = torch.randn(1, total, num_heads, size, device=device, dtype=dtype)
+    with torch.no_grad():
+        forward = timed(lambda: attend(q, k, v), device, repeats)
+    both = timed(lambda: attend(q, k, v).backward(grad), device, repeats)
+    work = 2.0 * sum(float(n) ** 2 for n in lengths) * num_heads * size
+    return {
+        "forward_ms": forward * 1e3,
+        "both_ms": both * 1e3,
+        "forward_tflops": work / forward / 1e12,
+        "backward_tflops": 2.5 * work / max(both - forward, 1e-9) / 1e12,
+        "both_tflops": 3.5 * work / both / 1e12,
+    }
+
+
+def run(device: torch.device, *, tiny: bool = False, repeats: int = 3) -> list[dict[str, Any]]:
+    """All rows; an error becomes the row's text. Prints each as it is taken."""
+    total, heads = (512, (4, 2, 16)) if tiny else (32_768, (24, 8, 128))
+    kinds = ["documents", "varlen", "flex", "mixed"] if device.type == "cuda" else ["documents", "plain"]
+    generator = torch.Generator().manual_seed(0)
+    mixed = sorted(_random_lengths(total, generator), reverse=True)
+    layouts = {
+        "one document": (total,),
+        "8 equal": (total // 8,) * 8,
+        "64 equal": (total // 64,) * 64,
+        f"{len(mixed)} log-normal": tuple(mixed),
+    }
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, layout: str, lengths: tuple[int, ...], attend: Callable[..., torch.Tensor]) -> None:
+        row: dict[str, Any] = {"path": name, "layout": layout}
+        try:
+            row |= measure(attend, lengths, heads, device, repeats)
+            print(
+                f"{layout:>18} {name:>22}: forward {row['forward_tflops']:6.1f}, backward {row['backward_tflops']:6.1f} "
+                f"TFLOP/s, {row['both_ms']:8.2f} ms",
+                flush=True,
+            )
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"{layout:>18} {name:>22}: {row['error']}", flush=True)
+        rows.append(row)
+
+    scale = heads[2] ** -0.5
+    add("plain causal, SDPA", "one document", (total,), lambda q, k, v: sdpa_causal(q, k, v, scale).transpose(1, 2))
+    for layout, lengths in layouts.items():
+        for kind in kinds:
+            documents = DocumentLayout(lengths, kind, device)
+
+            def attend(q, k, v, documents=documents):
+                return document_attention(torch.nn.Module(), q, k, v, None, documents=documents)[0]
+
+            add(kind, layout, lengths, attend)
+    return rows
+
+
+def _random_lengths(total: int, generator: torch.Generator) -> list[int]:
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        draw = torch.exp(torch.randn((), generator=generator) * 1.1 + torch.log(torch.tensor(total / 64.0)))
+        lengths.append(min(max(int(draw), 1), total - sum(lengths)))
+    return lengths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test of the script")
+    parser.add_argument("--out", type=Path, help="folder for attention.json")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    rows = run(device, tiny=arguments.tiny)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        report = {"machine": machine(device), "rows": rows}
+        (arguments.out / "attention.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Whole optimiser steps of the 3.2 B Llama shape on one H200: rate, memory, documents kept apart, long contexts.
+
+    python benchmarks/step_h200.py [--groups attention,rate,documents,lengths] [--budget-s 420] [--out FOLDER]
+    python benchmarks/step_h200.py --device cpu --tiny          # a smoke test of the script
+
+Groups, in this order; each row is printed as it is taken, an error becomes the row's text, and no row is started
+after the budget is spent:
+  attention  kernels alone (benchmarks/attention_h200.py)
+  rate       32,768 tokens in one document, by checkpointing policy, float32 moments over split bf16 weights
+  bf16       the same with bfloat16 moments, which leave room to recompute nothing
+  documents  32,768 tokens as 8 documents of 4,096 and as 64 of 512, by attention path
+  lengths    8,192 to 262,144 tokens, the policy that fits
+  long       524,288 tokens, one step without a warm-up (minutes)
+  compile    torch.compile of each layer
+  profile    kernels of one step, by time
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+# Lengths change from row to row: segments that can grow keep the allocator from fragmenting. Before torch is loaded.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import attention_h200
+from trainer.bench.loss import machine
+from trainer.bench.step import Bench, Case, Result, synthetic_sequence
+from trainer.flops import measured_matmul_rate
+from trainer.step import Step
+
+GROUPS = ("attention", "rate", "bf16", "documents", "lengths", "long", "compile", "profile")
+DEFAULT = "attention,rate,bf16,documents,lengths,profile"
+
+
+def cases(group: str, on_gpu: bool) -> list[tuple[Case, int]]:
+    """(case, timed repeats) of a group; long ones are timed once and not warmed up."""
+    kind = "mixed" if on_gpu else "documents"
+    case = Case(32_768, attention=kind)
+    if group == "rate":
+        return [(replace(case, policy=policy), 2) for policy in ("keep-matmuls", "keep-attention", "full", "none")]
+    if group == "bf16":
+        return [(replace(case, policy=policy), 2) for policy in ("none", "keep-matmuls")]
+    if group == "documents":
+        paths = ("mixed", "varlen", "flex") if on_gpu else ("documents", "plain")
+        return [
+            (replace(case, policy="keep-matmuls", documents=count, attention=path), 2)
+            for count in (8, 64)
+            for path in paths
+        ]
+    if group == "lengths":
+        return [
+            (Case(8_192, "none", kind), 2),
+            (Case(16_384, "none", kind), 2),
+            (Case(65_536, "keep-attention", kind), 1),
+            (Case(131_072, "keep-attention", kind, mlp_tile=32_768), 0),
+            (Case(262_144, "keep-attention", kind, mlp_tile=32_768), 0),
+        ]
+    if group == "long":
+        return [(Case(524_288, "offload", kind, mlp_tile=32_768), 0)]
+    if group == "compile":
+        return [(replace(case, policy="none", compile=True), 2)]
+    return []
+
+
+def shrink(case: Case) -> Case:
+    """The same case at a size for a smoke test."""
+    return replace(case, tokens=case.tokens // 128, mlp_tile=case.mlp_tile and case.mlp_tile // 128)
+
+
+def report_row(result: Result, group: str, peak: float | None) -> dict[str, Any]:
+    if result.seconds is None:
+        print(f"{group:>10} | {result.case.label():<52} | {result.error}", flush=True)
+    else:
+        share = f"{result.tflops * 1e12 / peak:5.1%}" if peak and result.tflops else ""
+        memory = f"{result.memory_gib:6.1f} GiB" if result.memory_gib is not None else ""
+        print(
+            f"{group:>10} | {result.case.label():<52} | {result.seconds:8.3f} s | {result.tokens_per_s:8,.0f} tok/s | "
+            f"{result.tflops:6.1f} TFLOP/s {share} | {memory} | loss {result.loss:.4f}",
+            flush=True,
+        )
+    return {"group": group, **asdict(result)}
+
+
+def profile(bench: Bench, case: Case, rows: int = 22) -> list[dict[str, Any]]:
+    """The kernels of one step by total time, after one warm-up."""
+    bench.run(case, repeats=0, warmup=1)
+    sequence = synthetic_sequence(case.tokens, case.documents, bench.vocab_size)
+    step = Step(bench.model, bench.optimizer, bench.config, attention_kind=case.attention, vocab_size=bench.vocab_size)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        step.run([sequence], lr=1e-5)
+    events = [event for event in recorded.key_averages() if event.self_device_time_total > 0]
+    total = sum(event.self_device_time_total for event in events)
+    events.sort(key=lambda event: -event.self_device_time_total)
+    out = []
+    for event in events[:rows]:
+        share = event.self_device_time_total / total
+        print(
+            f"   profile | {share:6.2%} {event.self_device_time_total / 1e3:9.2f} ms x{event.count:<5} {event.key[:110]}"
+        )
+        out.append({"kernel": event.key[:200], "ms": event.self_device_time_total / 1e3, "count": event.count})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", default="llama-3.2b")
+    parser.add_argument("--tiny", action="store_true", help="tiny shape and lengths: a smoke test of the script")
+    parser.add_argument("--groups", default=DEFAULT, help=f"comma-separated, of {', '.join(GROUPS)}")
+    parser.add_argument("--budget-s", type=float, default=420.0)
+    parser.add_argument("--out", type=Path, help="folder for step_h200.json")
+    arguments = parser.parse_args()
+    wanted = arguments.groups.split(",")
+    unknown = sorted(set(wanted) - set(GROUPS))
+    if unknown:
+        parser.error(f"unknown groups {', '.join(unknown)}; expected of {', '.join(GROUPS)}")
+    began = time.monotonic()
+    device = torch.device(arguments.device)
+    on_gpu = device.type == "cuda"
+    report: dict[str, Any] = {"machine": machine(device), "shape": arguments.shape, "rows": []}
+    peak = measured_matmul_rate(device) if on_gpu else None
+    report["matmul_tflops"] = peak and peak / 1e12
+    print(report["machine"], f"bf16 matrix rate {peak / 1e12:.0f} TFLOP/s" if peak else "", flush=True)
+
+    def left() -> float:
+        return arguments.budget_s - (time.monotonic() - began)
+
+    def save() -> None:
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / "step_h200.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+    if "attention" in wanted:
+        report["attention"] = attention_h200.run(device, tiny=arguments.tiny)
+        save()
+    bench: Bench | None = None
+    built = ""
+    for group in [name for name in GROUPS if name in wanted and name != "attention"]:
+        moments = "float32" if group == "rate" else "bfloat16"
+        if built != moments:
+            bench = None
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+            started = time.monotonic()
+            dtype = torch.bfloat16
+            bench = Bench(
+                "tiny" if arguments.tiny else arguments.shape, device, dtype, optim={"state": moments, "clip_norm": 1.0}
+            )
+            built = moments
+            print(
+                f"{bench.parameters / 1e9:.3f} B parameters in {time.monotonic() - started:.1f} s, {moments} moments, "
+                f"liger {'on' if bench.uses_liger else 'off'}",
+                flush=True,
+            )
+        assert bench is not None
+        if group == "profile" and on_gpu:
+            report["profile"] = profile(bench, Case(32_768 // (128 if arguments.tiny else 1), "none", "mixed"))
+        for case, repeats in cases(group, on_gpu):
+            if left() < 0:
+                print(f"{group:>10} | {case.label()} | not started: the budget is spent", flush=True)
+                continue
+            case = shrink(case) if arguments.tiny else case
+            result = bench.run(case, repeats=max(repeats, 1), warmup=1 if repeats else 0)
+            report["rows"].append(report_row(result, group, peak))
+            if result.seconds is None and case.policy == "keep-attention" and left() > 0:
+                case = replace(case, policy="full")
+                report["rows"].append(report_row(bench.run(case, repeats=1, warmup=0), group, peak))
+            save()
+    save()
+    print(f"done in {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
