@@ -32,24 +32,14 @@ K = 100
 
 
 CONFIGS = (
-    (8192, 8, 2, 3),
-    (8192, 8, 2, 4),
-    (8192, 8, 2, 1),
-    (4096, 8, 2, 4),
-    (4096, 8, 2, 6),
-    (4096, 8, 3, 4),
-    (8192, 8, 3, 3),
-    (16384, 8, 2, 2),
-    (16384, 8, 1, 3),
-    (8192, 4, 2, 4),
-    (4096, 4, 2, 6),
-    (4096, 4, 4, 4),
-    (2048, 4, 4, 6),
-    (8192, 16, 2, 1),
-    (16384, 16, 2, 1),
-    (8192, 16, 1, 4),
-    (16384, 32, 1, 1),
-    (16384, 32, 1, 3),
+    (8192, 8, 2, 4, "evict_first"),
+    (8192, 8, 2, 4, ""),
+    (8192, 8, 1.5, 4, "evict_first"),
+    (8192, 8, 2, 3, "evict_first"),
+    (4096, 4, 4, 4, "evict_first"),
+    (4096, 4, 3, 4, "evict_first"),
+    (8192, 8, 3, 3, "evict_first"),
+    (16384, 32, 1, 1, "evict_first"),
 )
 
 
@@ -77,8 +67,8 @@ def row_kernel() -> Any:
     found = {}
     copy_ms = bench(lambda: logits.copy_(source))
     say(f"copy of the same bytes: {copy_ms:.3f} ms = {2 * n * v * 2 / copy_ms / 1e9:.2f} TB/s")
-    for block, warps, per_sm, stages in CONFIGS:
-        config = triton_row.LaunchConfig(block, warps, per_sm, stages)
+    for numbers in CONFIGS:
+        config = triton_row.LaunchConfig(*numbers)
 
         def call(config: triton_row.LaunchConfig = config) -> None:
             triton_row.loss_and_grad_in_place(
@@ -95,17 +85,10 @@ def row_kernel() -> Any:
             )
 
         logits.copy_(source)
-        found[f"{block}/{warps}/{per_sm}/{stages}"] = bench(call)
+        found["/".join(map(str, numbers))] = bench(call)
 
-    def loss_only() -> None:
-        triton_row.loss_and_grad_in_place(
-            logits, None, rows.topk_ids, rows.topk_logprobs, rows.tail_logprob, None, scale, LossOptions(), False
-        )
-
-    logits.copy_(source)
-    found["loss only, default"] = bench(loss_only)
     for name, value in sorted(found.items(), key=lambda item: item[1]):
-        say(f"row kernel {name:>18}: {value:.3f} ms, {2 * n * v * 2 / value / 1e9:.2f} TB/s of read + write")
+        say(f"row kernel {name:>28}: {value:.3f} ms, {2 * n * v * 2 / value / 1e9:.2f} TB/s of read + write")
     return found | {"copy": copy_ms}
 
 
@@ -115,12 +98,14 @@ def row_kernel_in_loss() -> Any:
     found = {}
     default = triton_row.DEFAULT_CONFIG
     for numbers in (
-        (8192, 8, 2, 3),
-        (4096, 8, 2, 4),
-        (8192, 8, 3, 3),
-        (8192, 16, 2, 1),
-        (16384, 32, 1, 1),
-        (8192, 8, 2, 3),
+        (8192, 8, 2, 4, "evict_first"),
+        (8192, 8, 2, 4, ""),
+        (8192, 8, 1.5, 4, "evict_first"),
+        (8192, 8, 2, 3, "evict_first"),
+        (4096, 4, 4, 4, "evict_first"),
+        (8192, 8, 3, 3, "evict_first"),
+        (16384, 32, 1, 1, "evict_first"),
+        (8192, 8, 2, 4, "evict_first"),
     ):
         triton_row.DEFAULT_CONFIG = triton_row.LaunchConfig(*numbers)
         result = measure("fused", fused(3072), case, 8)
@@ -380,6 +365,7 @@ SECTIONS: dict[str, Callable[[], Any]] = {
     f.__name__: f
     for f in (
         row_kernel,
+        row_kernel_in_loss,
         products,
         slices,
         power,

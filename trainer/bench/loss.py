@@ -108,9 +108,10 @@ def methods() -> dict[str, Method]:
     if importlib.util.find_spec("benchmarks") and importlib.util.find_spec("benchmarks.closed_form"):
         from benchmarks.closed_form import closed_form_loss
 
-        found["closed_form"] = lambda c: closed_form_loss(
-            c.hidden, c.head_weight, c.rows.topk_ids, c.rows.topk_logprobs, chunk_size=4096
-        )
+        for name, lean in (("closed_form", False), ("closed_form_lean", True)):
+            found[name] = lambda c, lean=lean: closed_form_loss(  # type: ignore[misc]
+                c.hidden, c.head_weight, c.rows.topk_ids, c.rows.topk_logprobs, chunk_size=4096, lean=lean
+            )
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -362,6 +363,7 @@ DEFAULT_METHODS = (
     "fused",
     "fused_recompute",
     "closed_form",
+    "closed_form_lean",
     "forward_chunked",
     "dense",
     "liger_hard_label",

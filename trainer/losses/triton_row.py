@@ -40,8 +40,9 @@ class LaunchConfig:
 
     block: int = 8192
     num_warps: int = 8
-    programs_per_sm: int = 2
-    stages: int = 3
+    programs_per_sm: float = 2
+    stages: int = 4
+    store_policy: str = "evict_first"
 
 
 DEFAULT_CONFIG = LaunchConfig()
@@ -234,6 +235,7 @@ def _row_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     k = tl.arange(0, BLOCK_K)
@@ -394,7 +396,7 @@ def _row_kernel(
                     True,
                 )
                 g = _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP)
-                tl.store(base + cols, g.to(logits_ptr.dtype.element_ty), mask=cols < row_stride)
+                tl.store(base + cols, g.to(logits_ptr.dtype.element_ty), mask=cols < row_stride, eviction_policy=POLICY)
                 for back in tl.range(BLOCK_V, full + BLOCK_V, BLOCK_V, num_stages=STAGES):
                     cols = full - back + lanes
                     z = _load_logits(
@@ -411,7 +413,7 @@ def _row_kernel(
                         False,
                     )
                     g = _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP)
-                    tl.store(base + cols, g.to(logits_ptr.dtype.element_ty))
+                    tl.store(base + cols, g.to(logits_ptr.dtype.element_ty), eviction_policy=POLICY)
                 tl.debug_barrier()
                 tl.store(base + ids, grad.to(logits_ptr.dtype.element_ty), mask=in_k)
                 if HAS_CE:  # noqa: SIM102
@@ -446,7 +448,7 @@ def loss_and_grad_in_place(
     row_stride = logits.stride(0) if n > 1 else max(vocab, logits.stride(0))
     programs = n
     if logits.is_cuda:
-        programs = min(n, config.programs_per_sm * _multiprocessors(logits.device.index))
+        programs = min(n, round(config.programs_per_sm * _multiprocessors(logits.device.index)))
     beta = options.jsd_beta
     _row_kernel[(programs,)](
         logits,
@@ -482,6 +484,7 @@ def loss_and_grad_in_place(
         BLOCK_V=min(config.block, triton.next_power_of_2(max(row_stride, 16))),
         BLOCK_K=triton.next_power_of_2(max(k, 2)),
         STAGES=config.stages,
+        POLICY=config.store_policy,
         num_warps=config.num_warps,
     )
     return loss
