@@ -85,6 +85,7 @@ def plan(
 def run(job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Plan, run and publish.  Running the same command again resumes where it stopped."""
     from pipeline.job import Prepared, run_job
+    from pipeline.job_metrics import beside
     from pipeline.progress import Progress, human, show_outcome
 
     config = load_job(job, overrides)
@@ -101,8 +102,9 @@ def run(job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    on_progress = beside(progress) if config.run.executor == "ray" else progress
     try:
-        result = run_job(config, on_planned=planned, on_progress=progress, on_event=progress.event, say=say)
+        result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=progress.event, say=say)
     finally:
         progress.close()
     outcome = result.outcome

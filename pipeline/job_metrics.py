@@ -5,6 +5,7 @@ Gauges set at every progress report, so they are as fresh as `run.log_every_s`. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.driver import Tally
@@ -39,3 +40,16 @@ class JobMetrics:
         }
         for name, gauge in self._gauges.items():
             gauge.set(float(values[name]))
+
+
+def beside(progress: Callable[[Tally, PoolState], None]) -> Callable[[Tally, PoolState], None]:
+    """The same progress report, and the metrics with it; they begin with the first report, when Ray is connected."""
+    metrics: JobMetrics | None = None
+
+    def report(tally: Tally, state: PoolState) -> None:
+        nonlocal metrics
+        progress(tally, state)
+        metrics = metrics or JobMetrics()
+        metrics(tally, state)
+
+    return report

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +27,36 @@ def submit(
     address: str, entrypoint: str, runtime_env: str, env: dict[str, str], folder: Path
 ) -> subprocess.CompletedProcess[str]:
     """What KubeRay's submitter does: `ray job submit --address … --runtime-env-json … -- <entrypoint>`."""
-    import json
-
     command = [str(BIN / "ray"), "job", "submit", "--address", address]
     command += ["--runtime-env-json", json.dumps(yaml.safe_load(runtime_env)), "--", *entrypoint.split()]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
+def scraped(temporary: Path) -> dict[str, float]:
+    """Our metrics, summed over labels, from every address that Ray tells Prometheus."""
+    found: dict[str, float] = {}
+    (discovery,) = temporary.glob("tc-ray-*/prom_metrics_service_discovery.json")
+    for group in json.loads(discovery.read_text()):
+        for target in group["targets"]:
+            page = urllib.request.urlopen(f"http://{target}/metrics", timeout=10).read().decode()
+            for name, value in re.findall(r"^(ray_teachercache_\w+)(?:\{.*\})? (\S+)$", page, re.M):
+                found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+@pytest.fixture
+def short_temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder for Ray with a short name: the paths of its Unix sockets may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
 @pytest.mark.timeout(400)
-def test_entrypoint_completes_a_job_and_run_again_does_nothing(s3_url: str, tmp_path: Path, monkeypatch) -> None:
+def test_entrypoint_completes_a_job_and_run_again_does_nothing(
+    s3_url: str, tmp_path: Path, short_temporary: Path, monkeypatch
+) -> None:
     (manifest,) = objects((DEPLOY / "kuberay/base/rayjob.yaml").read_text())
     spec = manifest["spec"]
     mounted = tmp_path / "mounted"  # what the ConfigMap is in the pod: the head's working directory
@@ -51,6 +77,9 @@ def test_entrypoint_completes_a_job_and_run_again_does_nothing(s3_url: str, tmp_
         pinned = teachercache.open(cache).manifest
         assert pinned.complete
         assert pinned.documents == 12
+        metrics = scraped(short_temporary)
+        assert metrics["ray_teachercache_documents_total"] == 12  # the names that rules and dashboard use
+        assert metrics["ray_teachercache_job_shards_left"] == 0
         before = sorted(o.path for o in teachercache.Store.open(cache).list(""))
 
         again = submit(address, spec["entrypoint"], spec["runtimeEnvYAML"], env, elsewhere)
