@@ -113,7 +113,7 @@ def methods() -> dict[str, Method]:
                 c.hidden, c.head_weight, c.rows.topk_ids, c.rows.topk_logprobs, chunk_size=4096, lean=lean
             )
     if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
         liger = LigerFusedLinearCrossEntropyLoss()
         found["liger_hard_label"] = lambda c: liger(c.head_weight, c.hidden, c.labels)
