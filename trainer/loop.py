@@ -78,7 +78,8 @@ class _Fit:
         dtype: torch.dtype,
         attention_kind: str,
     ) -> None:
-        self.config, self.cache, self.folder, self.source = config, cache, run, source
+        self.config, self.cache, self.folder = config, cache, run
+        self.tokenizer_files = student.tokenizer_files(source)
         self.device, self.attention_kind = device, attention_kind
         self.step_number = saved["step"] if saved else 0
         self.rows, self.tokens = (saved["rows"], saved["tokens"]) if saved else (0, 0)
@@ -254,7 +255,7 @@ class _Fit:
 
     def _write_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
-        student.copy_tokenizer(self.source, folder)
+        student.write_files(self.tokenizer_files, folder)
 
     def _write_checkpoint(self, folder: Path) -> None:
         self._write_model(folder)

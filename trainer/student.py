@@ -8,7 +8,6 @@ bias) is read from its configuration here and nowhere else.
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,11 +138,17 @@ def check_fits(folder: Path, cache: Any) -> None:
         )
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files (and generation settings) of one model folder to another."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files (and generation settings) of a model folder, held in memory.
+
+    In memory, because a resumed run's folder is a checkpoint that is removed once newer ones are kept.
+    """
+    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+
+
+def write_files(files: dict[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def choose_layers(rule: str, num_layers: int) -> list[int]:
@@ -200,7 +205,7 @@ def init_student(
         _cut_mlps(stack.layers, text, mlp)
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
-    copy_tokenizer(teacher, out)
+    write_files(tokenizer_files(teacher), out)
     return {
         "student": str(out),
         "teacher": str(teacher),

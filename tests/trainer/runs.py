@@ -27,6 +27,14 @@ def trainer(*arguments: str | Path, timeout: float = 200, **extra: str) -> subpr
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**extra))
 
 
+def fit_here(config: Path, *overrides: str) -> dict[str, Any]:
+    """`fit` in this process: the same code without the seconds of imports."""
+    from trainer.config import load_config
+    from trainer.loop import fit
+
+    return fit(load_config(config, overrides))
+
+
 def start_trainer(*arguments: str | Path, **extra: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trainer", *map(str, arguments)]
     return subprocess.Popen(

@@ -36,7 +36,8 @@ ARCHITECTURES = {
     "qwen3": Qwen3Config(**SMALL),
     "gemma3": Gemma3TextConfig(**SMALL, sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=30.0),
     "gpt-oss": GptOssConfig(
-        **SMALL, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        **SMALL, sliding_window=8, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     ),
 }  # fmt: skip
 LENGTHS = (23, 17, 17, 9, 1)
@@ -123,7 +124,7 @@ def test_unsupported_options_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"train\.attention=flex needs a CUDA device"):
         attention.choose_kind(torch.device("cpu"), "flex")
     query = torch.randn(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="dropout 0.1"):
+    with pytest.raises(ValueError, match=r"dropout 0\.1"):
         attention.document_attention(torch.nn.Module(), query, query, query, None, dropout=0.1)
 
 

@@ -1,0 +1,199 @@
+"""Running the same command again continues exactly: after SIGKILL, SIGTERM, at an epoch's end, from S3 as well."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer import runs
+from trainer import checkpoint
+from trainer.checkpoint import CheckpointFolder
+
+EPOCHS = 3
+STEPS_PER_EPOCH = 10  # of 128 tokens; about
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def settings(cache_url: str, student: Path) -> dict[str, Any]:
+    return {
+        "cache": cache_url,
+        "student": str(student),
+        "data": {"seq_len": 128, "block_sequences": 2, "blocks_per_flush": 2},
+        "optim": {"lr": 3e-3, "warmup_steps": 2},
+        "train": {"epochs": EPOCHS, "threads": 1, "deterministic": True},
+        "checkpoint": {"every_steps": 4},
+        "log": {"tensorboard": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    config = runs.write_config(folder / "train.yaml", **settings, output=str(folder / "run"))
+    runs.fit_here(config)
+    return folder / "run"
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(entry["step"], entry["loss"], entry["lr"]) for entry in runs.metrics(run)]
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Bitwise: every step's loss and learning rate, and every weight at the end."""
+    assert losses(ours) == losses(theirs)
+    assert [step for step, _, _ in losses(ours)] == list(range(1, len(losses(ours)) + 1))
+    a, b = (load_file(run / "final" / "model.safetensors") for run in (ours, theirs))
+    assert a.keys() == b.keys()
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+def kill_at_step(config: Path, run: Path, step: int, number: signal.Signals, **extra: str) -> int:
+    """Start the trainer, send the signal once `step` is logged, and return the exit status."""
+    process = runs.start_trainer("fit", config, **extra)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        log = run / "metrics.jsonl"
+        if log.exists() and log.read_text().count('"train"') >= step:
+            process.send_signal(number)
+            break
+        time.sleep(0.002)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0, f"the run ended before step {step}: {output}"
+    return process.returncode
+
+
+def test_two_runs_are_bitwise_equal(uninterrupted: Path, settings: dict[str, Any], tmp_path: Path) -> None:
+    config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
+    runs.fit_here(config)
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_killed_twice_at_random_steps_the_run_is_bitwise_the_uninterrupted_one(
+    uninterrupted: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    total = len(losses(uninterrupted))
+    assert total > 2 * STEPS_PER_EPOCH
+    seed = random.randrange(10**6)
+    first = random.Random(seed).randrange(2, total // 3)
+    second = random.Random(seed + 1).randrange(total // 2, total - 2)  # after the first epoch's end
+    print(f"seed {seed}: SIGKILL after steps {first} and {second} of {total}")
+    config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
+    for step in (first, second):
+        assert kill_at_step(config, tmp_path / "run", step, signal.SIGKILL) == -signal.SIGKILL
+    done = runs.trainer("fit", config)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_sigterm_saves_at_once_and_the_same_command_continues(
+    uninterrupted: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**settings, "checkpoint": {"every_steps": None}}
+    config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
+    assert kill_at_step(config, tmp_path / "run", 5, signal.SIGTERM) == 1
+    latest = CheckpointFolder(str(tmp_path / "run")).index().latest
+    assert latest is not None
+    assert latest.step >= 5
+    done = runs.trainer("fit", config)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming after step {latest.step}" in done.stderr
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_checkpoints_on_s3_resume_bitwise_too(
+    uninterrupted: Path, settings: dict[str, Any], tmp_path: Path, s3_url: str
+) -> None:
+    output = f"{s3_url}/runs/a"
+    config = runs.write_config(tmp_path / "train.yaml", **settings, output=output)
+    constant = "optim.schedule=constant"  # a run that was stopped by max_steps would have decayed by then
+    runs.fit_here(config, "train.max_steps=14", constant)
+    folder = CheckpointFolder(output)
+    assert folder.index().latest is not None
+    assert folder.index().latest.step == 14
+    runs.fit_here(config, constant)
+    straight = runs.write_config(tmp_path / "straight.yaml", **settings, output=str(tmp_path / "run"))
+    runs.fit_here(straight, constant)
+    local = tmp_path / "from-s3"
+    (local / "final").mkdir(parents=True)
+    (local / "metrics.jsonl").write_text(folder.get_text("metrics.jsonl"))
+    folder.fs.get_file(f"{folder.root}/final/model.safetensors", str(local / "final" / "model.safetensors"))
+    assert_same_run(local, tmp_path / "run")
+    assert len(folder.index().checkpoints) == 2  # keep_last, and the dropped ones are gone
+    names = {entry.split("/")[-1] for entry in folder.fs.ls(folder.root, detail=False)}
+    assert sum(name.startswith("step-") for name in names) == 2
+
+
+@pytest.mark.parametrize("stage", ["write", "fsync", "rename", "switch", "cleanup"])
+def test_a_crash_at_any_stage_of_a_checkpoint_leaves_the_previous_one_loadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    folder = CheckpointFolder(str(tmp_path / "run"))
+    options = {"heldout_kl": None, "keep_last": 1, "keep_best": False}
+
+    def write(content: str) -> Any:
+        def fill(path: Path) -> None:
+            (path / "model.safetensors").write_text(content)
+            if stage == "write" and content == "second":
+                raise KeyboardInterrupt
+
+        return fill
+
+    folder.save(1, write("first"), **options)
+
+    def crash(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt  # not an Exception: nothing may tidy up, as with SIGKILL
+
+    with monkeypatch.context() as patch:
+        if stage == "fsync":
+            patch.setattr(checkpoint, "_fsync", crash)
+        elif stage == "rename":
+            patch.setattr(checkpoint.os, "rename", crash)
+        elif stage == "switch":
+            patch.setattr(checkpoint.os, "replace", crash)
+        elif stage == "cleanup":
+            patch.setattr(CheckpointFolder, "_remove", crash)
+        with pytest.raises(KeyboardInterrupt):
+            folder.save(2, write("second"), **options)
+    latest = folder.index().latest
+    assert latest is not None
+    expected = "second" if stage == "cleanup" else "first"  # after the switch the new one counts
+    assert (folder.fetch(latest) / "model.safetensors").read_text() == expected
+    entry = folder.save(3, write("third"), **options)  # and the run goes on
+    assert (folder.fetch(entry) / "model.safetensors").read_text() == "third"
+    assert [old.step for old in folder.index().checkpoints] == [3]
+    assert not list((tmp_path / "run").glob(".writing-*"))
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
+    folder = CheckpointFolder(str(tmp_path / "run"))
+    for step, kl in enumerate([3.0, 1.0, 2.0, 2.5], start=1):
+        folder.save(
+            step, lambda path: (path / "x").write_text("x"), heldout_kl=kl, keep_last=1, keep_best=True
+        )  # fmt: skip
+    assert [entry.step for entry in folder.index().checkpoints] == [2, 4]
+    assert folder.index().latest.step == 4
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000002", "step-00000004"]
+
+
+def test_a_damaged_checkpoint_names_its_file(tmp_path: Path) -> None:
+    folder = CheckpointFolder(str(tmp_path / "run"))
+    entry = folder.save(
+        1, lambda path: (path / "model.safetensors").write_text("abc"), heldout_kl=None, keep_last=1, keep_best=False
+    )  # fmt: skip
+    (tmp_path / "run" / entry.folder / "model.safetensors").write_text("ab")
+    with pytest.raises(checkpoint.TeacherCacheError, match=r"model.safetensors should have 3 bytes, found 2"):
+        folder.fetch(entry)
