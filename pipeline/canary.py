@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.config import TeacherConfig
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder
-from pipeline.teachers.base import Teacher, TeacherRows
+from pipeline.teachers.base import Scored, Teacher, TeacherRows
 from teachercache.errors import TeacherCacheError
 
 TEXTS = (
@@ -66,7 +66,7 @@ def _rows(teacher: Teacher, inputs: list[np.ndarray], public: bool = False) -> l
     if public:
         for key, ids in enumerate(inputs):
             teacher.submit_public(key, ids, np.arange(len(ids), dtype=np.int32))  # type: ignore[attr-defined]
-        found = {}
+        found: dict[int, Scored] = {}
         while teacher.pending():
             found.update((s.key, s) for s in teacher.collect())
         answers = [found[key] for key in range(len(inputs))]
@@ -91,7 +91,10 @@ def check_teacher(teacher: Teacher, config: TeacherConfig, model_path: str, enco
     drift = max(largest_drift(a, b) for a, b in zip(active, public, strict=True))
     report: dict[str, Any] = {"active_vs_public": round(drift, 6)}
     _judge("the active path and vLLM's public path", drift, SAME_ENGINE[config.dtype])
-    if _parameters(model_path) <= config.canary_reference_parameters and config.engine_args.get("load_format") != "dummy":
+    if (
+        _parameters(model_path) <= config.canary_reference_parameters
+        and config.engine_args.get("load_format") != "dummy"
+    ):
         from pipeline.teachers.hf import HfTeacher
 
         plain = config.model_copy(update={"dtype": "float32", "head_dtype": "float32", "engine_args": {}})
@@ -104,7 +107,9 @@ def check_teacher(teacher: Teacher, config: TeacherConfig, model_path: str, enco
 
 def _judge(pair: str, drift: float, limit: float) -> None:
     if not drift <= limit:
-        raise CanaryFailed(f"canary: {pair} differ by {drift:.4g} nat on a fixed text, the limit is {limit}; not starting")
+        raise CanaryFailed(
+            f"canary: {pair} differ by {drift:.4g} nat on a fixed text, the limit is {limit}; not starting"
+        )
 
 
 def _parameters(model_path: str) -> int:

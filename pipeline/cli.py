@@ -95,7 +95,9 @@ def run(job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
     def planned(prepared: Prepared) -> None:
         tokens = sum(e.tokens for e in prepared.planned.estimates)
         count = len(prepared.planned.plan.shards)
-        console.print(f"{count} shards, about {human(tokens)} tokens (estimate) → {config.cache}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{count} shards, about {human(tokens)} tokens (estimate) → {config.cache}", highlight=False, soft_wrap=True
+        )
         for warning in prepared.planned.warnings:
             console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
@@ -224,7 +226,9 @@ def _cache_of(target: str, overrides: list[str] | None) -> str:
 
 def main(arguments: list[str] | None = None) -> Any:
     """Runs a command; errors that a user can mend are one line on standard error."""
-    logging.basicConfig(level=os.environ.get("PIPELINE_LOG", "WARNING"), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=os.environ.get("PIPELINE_LOG", "WARNING"), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         return app(args=arguments, standalone_mode=True)
     except TeacherCacheError as error:

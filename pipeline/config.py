@@ -24,44 +24,52 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from teachercache.errors import UsageError
 from teachercache.record import NAME
 
-
 _NAME = f"^{NAME.pattern}$"  # sources and splits stand in object names
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TeacherConfig(_Strict):
     """Which model makes the rows, and how it runs."""
 
     model: str = Field(description="folder of a Hugging Face model, or an id on the hub")
-    name: str | None = Field(None, description="name written into spec.json; the model's own by default")
-    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    name: str | None = Field(default=None, description="name written into spec.json; the model's own by default")
+    revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
     engine: Literal["vllm", "hf", "noop"] = "vllm"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     head_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="bf16 logits put 0.06 to 0.25 nat of noise and many ties into every row"
+        default="float32", description="bf16 logits put 0.06 to 0.25 nat of noise and many ties into every row"
     )
-    top_k: int = Field(100, ge=1, le=4096)
-    max_model_len: int = Field(2048, ge=8, description="longest input plus the one token that the engine samples")
-    tensor_parallel: int = Field(1, ge=1)
-    gpus_per_actor: float | None = Field(None, ge=0, description="default: tensor_parallel where there are GPUs")
-    cpus_per_actor: float = Field(1, ge=0, description="what Ray reserves; threads are set by OMP_NUM_THREADS")
-    threads: int | None = Field(None, ge=1, description="OMP threads of one teacher; default: the node's cores")
+    top_k: int = Field(default=100, ge=1, le=4096)
+    max_model_len: int = Field(
+        default=2048, ge=8, description="longest input plus the one token that the engine samples"
+    )
+    tensor_parallel: int = Field(default=1, ge=1)
+    gpus_per_actor: float | None = Field(
+        default=None, ge=0, description="default: tensor_parallel where there are GPUs"
+    )
+    cpus_per_actor: float = Field(default=1, ge=0, description="what Ray reserves; threads are set by OMP_NUM_THREADS")
+    threads: int | None = Field(default=None, ge=1, description="OMP threads of one teacher; default: the node's cores")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to the engine as they are")
     trust_remote_code: bool = False
     fast_path: Literal["auto", "off", "require"] = Field(
-        "auto", description="keep the engine's tensors instead of rebuilding Python objects"
+        default="auto", description="keep the engine's tensors instead of rebuilding Python objects"
     )
     worker_top_k: Literal["auto", "off", "require"] = Field(
-        "auto", description="take the rows in vLLM's worker by a top-K of our own that reads the logits once (CUDA)"
+        default="auto",
+        description="take the rows in vLLM's worker by a top-K of our own that reads the logits once (CUDA)",
     )
-    canary: bool = Field(True, description="compare the fast path with the public one at every actor start")
+    canary: bool = Field(default=True, description="compare the fast path with the public one at every actor start")
     canary_reference_parameters: int = Field(
-        400_000_000, ge=0, description="also compare with transformers in float32 up to this size; 0 turns it off"
+        default=400_000_000,
+        ge=0,
+        description="also compare with transformers in float32 up to this size; 0 turns it off",
     )
-    max_inflight_tokens: int = Field(65_536, ge=1, description="tokens given to the engine at a time; bounds memory")
+    max_inflight_tokens: int = Field(
+        default=65_536, ge=1, description="tokens given to the engine at a time; bounds memory"
+    )
 
 
 class Fields(_Strict):
@@ -71,17 +79,20 @@ class Fields(_Strict):
     messages: str | None = None
     input_ids: str | None = None
     id: str | None = None
-    loss_mask: str | None = Field(None, description="with input_ids: one bool per token, false = do not learn it")
-    tools: str | None = Field(None, description="with messages: the tools that the template renders")
-    prompt: str | None = Field(None, description="in generate mode: what the teacher continues")
-    continuation: str | None = Field(None, description="scored after `text` with the loss mask on it alone")
+    loss_mask: str | None = Field(
+        default=None, description="with input_ids: one bool per token, false = do not learn it"
+    )
+    tools: str | None = Field(default=None, description="with messages: the tools that the template renders")
+    prompt: str | None = Field(default=None, description="in generate mode: what the teacher continues")
+    continuation: str | None = Field(default=None, description="scored after `text` with the loss mask on it alone")
 
     @property
     def kind(self) -> Literal["text", "messages", "input_ids", "prompt"]:
         """What a document is."""
-        for kind in ("messages", "input_ids", "prompt"):
+        kinds: tuple[Literal["messages", "input_ids", "prompt"], ...] = ("messages", "input_ids", "prompt")
+        for kind in kinds:
             if getattr(self, kind) is not None:
-                return kind  # type: ignore[return-value]
+                return kind
         return "text"
 
     @model_validator(mode="after")
@@ -101,17 +112,23 @@ class Fields(_Strict):
 class CorpusConfig(_Strict):
     """One source of documents."""
 
-    source: str = Field("default", pattern=_NAME)
-    split: str = Field("train", pattern=_NAME)
-    splits: dict[str, float] | None = Field(None, description="fractions by hash of the document's text; sum 1")
+    source: str = Field(default="default", pattern=_NAME)
+    split: str = Field(default="train", pattern=_NAME)
+    splits: dict[str, float] | None = Field(default=None, description="fractions by hash of the document's text; sum 1")
     files: list[str] = Field(min_length=1, description="paths or globs, any fsspec URL")
-    format: Literal["jsonl", "parquet", "text"] | None = Field(None, description="from the file's name by default")
-    compression: Literal["none", "gzip", "zstd"] | None = Field(None, description="from the file's name by default")
-    text_unit: Literal["file", "line"] = Field("file", description="what a document is in a text file")
-    fields: Fields = Field(default_factory=Fields)
+    format: Literal["jsonl", "parquet", "text"] | None = Field(
+        default=None, description="from the file's name by default"
+    )
+    compression: Literal["none", "gzip", "zstd"] | None = Field(
+        default=None, description="from the file's name by default"
+    )
+    text_unit: Literal["file", "line"] = Field(default="file", description="what a document is in a text file")
+    fields: Fields = Fields()
     meta: list[str] = Field(default_factory=list, description="columns carried into the cache as they are")
-    student: str | None = Field(None, description="revision of the student that wrote the continuations (on-policy)")
-    limit_documents: int | None = Field(None, ge=1, description="at most so many documents of each file")
+    student: str | None = Field(
+        default=None, description="revision of the student that wrote the continuations (on-policy)"
+    )
+    limit_documents: int | None = Field(default=None, ge=1, description="at most so many documents of each file")
 
     @field_validator("splits")
     @classmethod
@@ -130,11 +147,15 @@ class WindowsConfig(_Strict):
     """What happens to a document longer than `size` tokens."""
 
     policy: Literal["window", "truncate", "skip"] = "window"
-    size: int | None = Field(None, ge=2, description="tokens of one input, BOS included; max_model_len − 1 by default")
-    stride: int | None = Field(None, ge=1, description="distance of two windows; size − min_context by default")
-    min_context: int | None = Field(None, ge=0, description="least context of a stored row; min(256, size/4) default")
-    bos_every_window: bool = Field(False, description="give windows after the first a BOS of their own")
-    truncate_side: Literal["left", "right"] = Field("right", description="which end is cut off")
+    size: int | None = Field(
+        default=None, ge=2, description="tokens of one input, BOS included; max_model_len − 1 by default"
+    )
+    stride: int | None = Field(default=None, ge=1, description="distance of two windows; size − min_context by default")
+    min_context: int | None = Field(
+        default=None, ge=0, description="least context of a stored row; min(256, size/4) default"
+    )
+    bos_every_window: bool = Field(default=False, description="give windows after the first a BOS of their own")
+    truncate_side: Literal["left", "right"] = Field(default="right", description="which end is cut off")
 
     @model_validator(mode="after")
     def _fits(self) -> WindowsConfig:
@@ -152,22 +173,27 @@ class WindowsConfig(_Strict):
 class ChatConfig(_Strict):
     """How messages become text."""
 
-    template: str | None = Field(None, description="path of a Jinja file; the tokenizer's own template by default")
+    template: str | None = Field(
+        default=None, description="path of a Jinja file; the tokenizer's own template by default"
+    )
     template_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the template")
-    system: str | None = Field(None, description="system prompt put before conversations that have none")
-    mask: Literal["assistant", "all"] = Field("assistant", description="which tokens a student learns")
-    rows: Literal["all", "masked"] = Field("all", description="`masked` stores rows only where the mask is true")
+    system: str | None = Field(default=None, description="system prompt put before conversations that have none")
+    mask: Literal["assistant", "all"] = Field(default="assistant", description="which tokens a student learns")
+    rows: Literal["all", "masked"] = Field(
+        default="all", description="`masked` stores rows only where the mask is true"
+    )
 
 
 class FiltersConfig(_Strict):
-    min_chars: int = Field(0, ge=0)
-    max_chars: int | None = Field(None, ge=1)
-    min_tokens: int = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=1, description="longer documents are dropped before windowing")
-    sample: float = Field(1.0, gt=0, le=1, description="fraction of documents kept, by hash of the text")
+    min_chars: int = Field(default=0, ge=0)
+    max_chars: int | None = Field(default=None, ge=1)
+    min_tokens: int = Field(default=1, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, description="longer documents are dropped before windowing")
+    sample: float = Field(default=1.0, gt=0, le=1, description="fraction of documents kept, by hash of the text")
     sample_seed: int = 0
     dedup: Literal["none", "shard", "corpus"] = Field(
-        "none", description="`shard` needs no memory of other shards; `corpus` reads everything once while planning"
+        default="none",
+        description="`shard` needs no memory of other shards; `corpus` reads everything once while planning",
     )
     blank: Literal["drop", "keep"] = "drop"
     invalid_utf8: Literal["drop", "replace"] = "drop"
@@ -177,10 +203,10 @@ class FiltersConfig(_Strict):
 class GenerateConfig(_Strict):
     """The teacher continues prompts, then the whole is scored by prefill; the loss mask is on the continuation."""
 
-    max_tokens: int = Field(256, ge=1)
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0 = off")
+    max_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 = off")
     seed: int = 0
 
 
@@ -188,53 +214,61 @@ class RecipeConfig(_Strict):
     """What makes rows out of documents.  Digested into every shard id."""
 
     mode: Literal["score", "generate"] = "score"
-    bos: Literal["auto", "always", "never"] = Field("auto", description="auto = what the tokenizer itself does")
-    eos: bool = Field(True, description="append EOS to raw text (chat templates bring their own end marker)")
+    bos: Literal["auto", "always", "never"] = Field(default="auto", description="auto = what the tokenizer itself does")
+    eos: bool = Field(default=True, description="append EOS to raw text (chat templates bring their own end marker)")
     special_text: Literal["as_text", "as_tokens"] = Field(
-        "as_text", description="whether `<|eos|>` written in raw text is the special token or plain characters"
+        default="as_text", description="whether `<|eos|>` written in raw text is the special token or plain characters"
     )
-    windows: WindowsConfig = Field(default_factory=WindowsConfig)
-    chat: ChatConfig = Field(default_factory=ChatConfig)
-    filters: FiltersConfig = Field(default_factory=FiltersConfig)
-    generate: GenerateConfig = Field(default_factory=GenerateConfig)
+    windows: WindowsConfig = WindowsConfig()
+    chat: ChatConfig = ChatConfig()
+    filters: FiltersConfig = FiltersConfig()
+    generate: GenerateConfig = GenerateConfig()
 
 
 class RunConfig(_Strict):
     """How the work is run; changes no shard, except `shard_tokens` and `shard_bytes`, which cut the inputs."""
 
-    executor: Literal["ray", "inline"] = Field("ray", description="inline = in this process, one teacher, no Ray")
-    actors: int = Field(1, ge=1, description="most teachers at a time")
-    min_actors: int = Field(1, ge=0, description="fail when fewer than this many ever start")
-    shards_per_actor: int = Field(2, ge=1, le=8, description="shards an actor overlaps, so that the engine never waits")
-    shard_tokens: int = Field(2_000_000, ge=1, description="estimated tokens of a shard: one to three GPU-minutes")
-    shard_bytes: int | None = Field(None, ge=1, description="bytes of a shard instead (small machines)")
-    shard_timeout_s: float = Field(3600, gt=0)
-    actor_start_timeout_s: float = Field(1800, gt=0)
-    max_retries: int = Field(3, ge=0, description="failures of a shard after which it is quarantined")
-    publish: bool = True
-    publish_every_s: float | None = Field(None, gt=0, description="publish partial manifests while running")
-    allow_partial: bool = Field(False, description="publish although shards are quarantined or missing")
-    allow_repeated_content: bool = Field(False, description="publish although equal text stands in two splits")
-    retry_quarantined: bool = Field(False, description="give quarantined shards another chance")
-    budget_gpu_hours: float | None = Field(None, gt=0, description="stop cleanly after so much actor time")
-    on_truncated: Literal["quarantine", "keep"] = Field(
-        "quarantine", description="a compressed file that ends early: quarantine its shard, or keep what was read"
+    executor: Literal["ray", "inline"] = Field(
+        default="ray", description="inline = in this process, one teacher, no Ray"
     )
-    leases: bool = Field(True, description="advisory: several jobs on one cache do not start with the same shards")
-    lease_s: float = Field(300, gt=0)
-    refresh_s: float = Field(30, gt=0, description="how often commits of other jobs are looked up")
-    log_every_s: float = Field(10, gt=0)
+    actors: int = Field(default=1, ge=1, description="most teachers at a time")
+    min_actors: int = Field(default=1, ge=0, description="give up when fewer run after actor_start_timeout_s")
+    shards_per_actor: int = Field(
+        default=2, ge=1, le=8, description="shards an actor overlaps, so that the engine never waits"
+    )
+    shard_tokens: int = Field(
+        default=2_000_000, ge=1, description="estimated tokens of a shard: one to three GPU-minutes"
+    )
+    shard_bytes: int | None = Field(default=None, ge=1, description="bytes of a shard instead (small machines)")
+    shard_timeout_s: float = Field(default=3600, gt=0)
+    actor_start_timeout_s: float = Field(default=1800, gt=0)
+    max_retries: int = Field(default=3, ge=0, description="failures of a shard after which it is quarantined")
+    publish: bool = True
+    allow_partial: bool = Field(default=False, description="publish although shards are quarantined or missing")
+    allow_repeated_content: bool = Field(default=False, description="publish although equal text stands in two splits")
+    retry_quarantined: bool = Field(default=False, description="give quarantined shards another chance")
+    budget_gpu_hours: float | None = Field(default=None, gt=0, description="stop cleanly after so much actor time")
+    on_truncated: Literal["quarantine", "keep"] = Field(
+        default="quarantine",
+        description="a compressed file that ends early: quarantine its shard, or keep what was read",
+    )
+    leases: bool = Field(
+        default=True, description="advisory: several jobs on one cache do not start with the same shards"
+    )
+    lease_s: float = Field(default=300, gt=0)
+    refresh_s: float = Field(default=30, gt=0, description="how often commits of other jobs are looked up")
+    log_every_s: float = Field(default=10, gt=0)
 
 
 class JobConfig(_Strict):
     """A whole job file."""
 
     cache: str
-    corpus_root: str | None = Field(None, description="folder or URL that relative `files` are looked up in")
+    corpus_root: str | None = Field(default=None, description="folder or URL that relative `files` are looked up in")
     teacher: TeacherConfig
     corpora: list[CorpusConfig] = Field(min_length=1)
-    recipe: RecipeConfig = Field(default_factory=RecipeConfig)
-    run: RunConfig = Field(default_factory=RunConfig)
+    recipe: RecipeConfig = RecipeConfig()
+    run: RunConfig = RunConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> JobConfig:
@@ -271,14 +305,15 @@ def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     for part in path:
         if isinstance(part, int):
             continue
-        field = current.model_fields.get(part) if isinstance(current, type) else None
+        field = getattr(current, "model_fields", {}).get(part)
         if field is None:
             return []
         candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
         current = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
         if current is None:
             return []
-    return list(current.model_fields)
+    fields: dict[str, Any] = current.model_fields
+    return list(fields)
 
 
 def _explain(error: ValidationError, where: str) -> str:
@@ -310,7 +345,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         last = depth == len(parts) - 1
         if isinstance(node, list):
             if not part.isdigit() or int(part) >= len(node):
-                raise UsageError(f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, no {part!r}")
+                raise UsageError(
+                    f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, no {part!r}"
+                )
             index: Any = int(part)
         elif isinstance(node, dict):
             index = part

@@ -187,7 +187,7 @@ class Driver:
                 waiting.append(entry)
                 continue
             self._running[entry.task.shard.shard_id] = entry
-            free = pool.free_slots()
+            free -= 1
         self._pending.extendleft(reversed(leased))
         self._pending.extend(waiting)
 

@@ -9,11 +9,13 @@ have been garbage) is scored once more while nothing else is inside, and only th
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from pipeline.corpus.encode import Window
@@ -96,14 +98,15 @@ class EngineLoop:
         """
         client = _Client(budget=1 if alone else 2 * self._max)
         with self._cond:
+            if self._dead is not None:
+                raise EngineDied(str(self._dead))
             self._clients.append(client)
         feeder = threading.Thread(target=self._feed, args=(client, windows, alone), name="reader", daemon=True)
         feeder.start()
         try:
-            index = 0
-            while True:
+            for index in itertools.count():
                 with self._cond:
-                    self._cond.wait_for(lambda: self._answer_ready(client, index))
+                    self._cond.wait_for(partial(self._answer_ready, client, index))
                     if index not in client.results:
                         if client.died is not None:
                             raise client.died
@@ -114,7 +117,6 @@ class EngineLoop:
                     client.held -= len(window.input_ids)
                     self._cond.notify_all()
                 yield window, scored
-                index += 1
         finally:
             with self._cond:
                 client.closed = True
@@ -126,17 +128,16 @@ class EngineLoop:
     def _answer_ready(self, client: _Client, index: int) -> bool:
         return index in client.results or client.died is not None or (client.exhausted and index >= client.fed)
 
+    def _may_feed(self, client: _Client, size: int) -> bool:
+        ended = client.closed or client.died is not None
+        return ended or client.held == 0 or client.held + size <= client.budget
+
     def _feed(self, client: _Client, windows: Iterator[Window], alone: bool) -> None:
         try:
             for window in windows:
                 size = len(window.input_ids)
                 with self._cond:
-                    self._cond.wait_for(
-                        lambda size=size: client.closed
-                        or client.died is not None
-                        or client.held == 0
-                        or client.held + size <= client.budget
-                    )
+                    self._cond.wait_for(partial(self._may_feed, client, size))
                     if client.closed or client.died is not None:
                         return
                     item = _Item(client, client.fed, window, alone=alone, tried_alone=alone)
@@ -165,7 +166,8 @@ class EngineLoop:
             raise request.error
         if not request.done:
             raise EngineDied(str(self._dead))
-        return request.result
+        result: T = request.result
+        return result
 
     def depths(self) -> tuple[int, int]:
         """(inputs inside the engine, inputs waiting for it)."""
@@ -276,4 +278,3 @@ class EngineLoop:
         self._thread.join(timeout=30)
         if hasattr(self, "teacher"):
             self.teacher.close()
-

@@ -54,7 +54,9 @@ def build_spec(job: JobConfig, folder: Path) -> CacheSpec:
         )
         return CacheSpec(teacher=teacher, tokenizer=tokenizer, top_k=config.top_k)
     stored: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    quantization = config.engine_args.get("quantization") or (stored.get("quantization_config") or {}).get("quant_method")
+    quantization = config.engine_args.get("quantization") or (stored.get("quantization_config") or {}).get(
+        "quant_method"
+    )
     overrides = {k: v for k, v in config.engine_args.items() if k in _IDENTITY_ARGUMENTS[3:]}
     teacher = TeacherSpec(
         name=config.name or (Path(config.model).name if Path(config.model).expanduser().is_dir() else config.model),

@@ -82,7 +82,7 @@ def stop_on_signals(stop: threading.Event, say: Callable[[str], None]) -> Iterat
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {}
+    before: dict[int, Any] = {}
 
     def handler(signum: int, frame: types.FrameType | None) -> None:
         say(f"{signal.Signals(signum).name}: giving back the shards in work")
@@ -90,7 +90,7 @@ def stop_on_signals(stop: threading.Event, say: Callable[[str], None]) -> Iterat
         for number, old in before.items():
             signal.signal(number, old)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
         before[number] = signal.signal(number, handler)
     try:
         yield
@@ -107,9 +107,7 @@ def _pool_maker(prepared: Prepared, plan_digest: str, shards: int) -> Callable[[
             from pipeline.worker import ShardWorker
 
             gpus = float(job.teacher.gpus_per_actor or 0)
-            return InlinePool(
-                lambda: ShardWorker(job, prepared.model, prepared.spec, plan_digest=plan_digest), gpus
-            )
+            return InlinePool(lambda: ShardWorker(job, prepared.model, prepared.spec, plan_digest=plan_digest), gpus)
         from pipeline.raypool import RayPool, connect
 
         connect()

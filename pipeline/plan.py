@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def cut(total: int, size: int) -> Iterator[tuple[int, int]]:
     """Equal ranges of about `size` that cover [0, total)."""
     count = max(1, round(total / size))
     edges = [total * i // count for i in range(count + 1)]
-    yield from ((a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a)
+    yield from ((a, b) for a, b in pairwise(edges) if b > a)
 
 
 def _inflation(url: str, compression: str, size: int) -> float:
@@ -192,7 +193,9 @@ def _shards_of(
     if unit == "file":
         ranges = [(0, total)] if total else []
         if total > LARGE_WHOLE_FILE and compression != "none":
-            warnings.append(f"{file.url}: {total / 2**20:.0f} MiB without seek points is one shard; split it to share it")
+            warnings.append(
+                f"{file.url}: {total / 2**20:.0f} MiB without seek points is one shard; split it to share it"
+            )
     else:
         if job.run.shard_bytes is not None:
             size = job.run.shard_bytes / bytes_per_unit

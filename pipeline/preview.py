@@ -22,7 +22,9 @@ def show_documents(console: Console, prepared: Prepared, count: int) -> None:
     job, encoder = prepared.job, prepared.encoder
     for shard in prepared.planned.plan.shards:
         corpus = job.corpora[int(shard.detail.get("corpus", 0))]
-        for raw in read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit, job.recipe.filters.invalid_utf8):
+        for raw in read_documents(
+            shard.input, corpus, shard.start, shard.stop, shard.unit, job.recipe.filters.invalid_utf8
+        ):
             if shown == count:
                 return
             try:

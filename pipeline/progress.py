@@ -93,13 +93,22 @@ def show_plan(console: Console, planned: Planned, tokens_per_s: float | None) ->
     for e in planned.estimates:
         dropped = ", ".join(f"{reason} {count}" for reason, count in e.drops.most_common(4)) or "none"
         table.add_row(
-            e.source, str(e.files), human(e.bytes, "B"), str(e.shards), human(e.documents), human(e.tokens), human(e.rows), dropped
+            e.source,
+            str(e.files),
+            human(e.bytes, "B"),
+            str(e.shards),
+            human(e.documents),
+            human(e.tokens),
+            human(e.rows),
+            dropped,
         )
     console.print(table)
     rows, tokens = sum(e.rows for e in planned.estimates), sum(e.tokens for e in planned.estimates)
     console.print(f"storage: about {human(rows * BYTES_PER_ROW, 'B')} ({BYTES_PER_ROW} bytes a row in the open layout)")
     if tokens_per_s:
-        console.print(f"teacher time: about {tokens / tokens_per_s / 3600:.2f} GPU-hours at {human(tokens_per_s)} tokens/s")
+        console.print(
+            f"teacher time: about {tokens / tokens_per_s / 3600:.2f} GPU-hours at {human(tokens_per_s)} tokens/s"
+        )
     for warning in planned.warnings:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
@@ -115,6 +124,8 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
         highlight=False,
     )
     if tally.drops:
-        console.print("dropped: " + ", ".join(f"{k} {v}" for k, v in sorted(tally.drops.items())), highlight=False, soft_wrap=True)
+        console.print(
+            "dropped: " + ", ".join(f"{k} {v}" for k, v in sorted(tally.drops.items())), highlight=False, soft_wrap=True
+        )
     for shard, message in list(outcome.quarantined.items())[:20]:
         console.print(f"quarantined {shard}: {message}", markup=False, highlight=False, soft_wrap=True)

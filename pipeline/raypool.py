@@ -31,7 +31,15 @@ STARTS_BEFORE_GIVING_UP = 3
 class TeacherActor:
     """Runs in an actor process: starts the worker in the constructor's place, then does shards in a few threads."""
 
-    def __init__(self, job: dict[str, Any], model_path: str, spec: dict[str, Any], plan_digest: str, journal: Any, env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        job: dict[str, Any],
+        model_path: str,
+        spec: dict[str, Any],
+        plan_digest: str,
+        journal: Any,
+        env: dict[str, str],
+    ) -> None:
         for name, value in env.items():
             os.environ.setdefault(name, value)
         self._arguments = (job, model_path, spec, plan_digest, journal)
@@ -47,7 +55,11 @@ class TeacherActor:
         threads = job.teacher.threads or max(1, (os.cpu_count() or 2) // max(1, _actors_per_node(job)))
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._worker = ShardWorker(
-            job, model_path, CacheSpec.model_validate(spec_tree), plan_digest=plan_digest, journal=_RemoteJournal(journal)
+            job,
+            model_path,
+            CacheSpec.model_validate(spec_tree),
+            plan_digest=plan_digest,
+            journal=_RemoteJournal(journal),
         )
         from pipeline.metrics import ActorMetrics
 
@@ -56,7 +68,7 @@ class TeacherActor:
 
     def run(self, task: ShardTask) -> Receipt:
         try:
-            receipt = self._worker.run(task)
+            receipt: Receipt = self._worker.run(task)
         except Exception:
             self._metrics.failed()
             raise
@@ -129,15 +141,16 @@ class _Member:
 
 class RayPool:
     def __init__(self, job: JobConfig, model_path: str, spec: CacheSpec, plan_digest: str, size: int) -> None:
-        import ray
+        import ray as ray_module
 
+        ray: Any = ray_module  # its stubs know neither max_concurrency nor actor methods
         self._ray, self._job, self._size = ray, job, size
         gpus = job.teacher.gpus_per_actor
         if gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = float(job.teacher.tensor_parallel) if has_gpus and job.teacher.engine != "noop" else 0.0
         self._gpus = gpus
-        self._journal = ray.remote(num_cpus=0, max_restarts=3)(JournalActor).remote()
+        self._journal: Any = ray.remote(num_cpus=0, max_restarts=3)(JournalActor).remote()
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
         self._actor_class = ray.remote(
             num_cpus=job.teacher.cpus_per_actor,
@@ -145,13 +158,20 @@ class RayPool:
             max_restarts=0,
             max_concurrency=job.run.shards_per_actor + 2,
         )(TeacherActor)
-        self._arguments = (job.model_dump(mode="json"), model_path, spec.model_dump(mode="json"), plan_digest, self._journal, env)
+        self._arguments = (
+            job.model_dump(mode="json"),
+            model_path,
+            spec.model_dump(mode="json"),
+            plan_digest,
+            self._journal,
+            env,
+        )
         self._members: list[_Member] = []
         self._deaths = 0
         self._failed_starts = 0
         self._ever_ready = 0
         self._gpu_seconds = 0.0
-        self._last_seen = time.monotonic()
+        self._began = self._last_seen = time.monotonic()
         self._refill()
 
     def _refill(self) -> None:
@@ -197,7 +217,20 @@ class RayPool:
                 events += self._settle_task(running[ref], ref)
         events += self._time_out()
         self._refill()
+        self._check_starts()
         return events
+
+    def _check_starts(self) -> None:
+        """Gives up where the cluster never had room for the least number of teachers."""
+        waited = time.monotonic() - self._began
+        ready = sum(m.ready_at is not None for m in self._members)
+        least = min(self._job.run.min_actors, self._size)
+        if self._ever_ready < least and ready < least and waited > self._job.run.actor_start_timeout_s:
+            have = {k: v for k, v in self._ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            raise TeacherCacheError(
+                f"expected at least {least} teachers after {waited:.0f} s, found {ready}: each needs "
+                f"{self._job.teacher.cpus_per_actor} CPU and {self._gpus} GPU, the cluster has {have}"
+            )
 
     def _settle_start(self, member: _Member) -> None:
         try:
@@ -209,7 +242,9 @@ class RayPool:
             self._failed_starts += 1
             if isinstance(cause, UsageError):
                 raise UsageError(str(cause)) from error
-            if isinstance(cause, TeacherCacheError) or (self._failed_starts >= STARTS_BEFORE_GIVING_UP and not self._ever_ready):
+            if isinstance(cause, TeacherCacheError) or (
+                self._failed_starts >= STARTS_BEFORE_GIVING_UP and not self._ever_ready
+            ):
                 text = " ".join(str(cause).split())[-600:]
                 raise TeacherCacheError(f"no teacher could be started ({self._failed_starts} tries): {text}") from error
             logger.warning("a teacher did not start: %s", " ".join(str(cause).split())[-300:])
@@ -273,7 +308,9 @@ class RayPool:
             if late:
                 limit = self._job.run.shard_timeout_s
                 events += [
-                    Failed(f.task, "timeout" if f.task in late else "died", f"no result after {limit:.0f} s", f.suspects)
+                    Failed(
+                        f.task, "timeout" if f.task in late else "died", f"no result after {limit:.0f} s", f.suspects
+                    )
                     if isinstance(f, Failed)
                     else f
                     for f in self._bury(member, "the teacher was ended because a shard took too long")

@@ -55,8 +55,13 @@ def read_status(url: str) -> dict[str, Any]:
 
 def show_status(console: Console, report: dict[str, Any], before: dict[str, Any] | None) -> None:
     table = Table(title=report["url"], show_header=False)
-    state = "complete" if report["complete"] else f"about {human(report['estimated_tokens_left'])} tokens left (estimate)"
-    table.add_row("shards", f"{report['committed']} of {report['planned']} committed, {report['quarantined']} quarantined; {state}")
+    state = (
+        "complete" if report["complete"] else f"about {human(report['estimated_tokens_left'])} tokens left (estimate)"
+    )
+    table.add_row(
+        "shards",
+        f"{report['committed']} of {report['planned']} committed, {report['quarantined']} quarantined; {state}",
+    )
     table.add_row("documents", human(report["documents"]))
     table.add_row("tokens, rows", f"{human(report['tokens'])}, {human(report['rows'])}")
     table.add_row("size", human(report["bytes"], "B"))

@@ -92,7 +92,9 @@ class ShardWorker:
         self.job, self.spec, self.plan_digest, self.journal = job, spec, plan_digest, journal
         self.encoder = Encoder(job, model_path, spec.tokenizer)
         if job.teacher.engine != "noop" and fingerprint_config(model_path) != spec.teacher.config_digest:
-            raise UsageError(f"{model_path} on {socket.gethostname()} holds another config.json than the job was planned with")
+            raise UsageError(
+                f"{model_path} on {socket.gethostname()} holds another config.json than the job was planned with"
+            )
         self.writer = CacheWriter(Store.open(job.cache), spec)
         self.loop = EngineLoop(start or (lambda: self._start(str(model_path))), job.teacher.max_inflight_tokens)
         self.name = f"{socket.gethostname()}:{os.getpid()}"
@@ -282,7 +284,13 @@ class ShardWorker:
     def state(self) -> dict[str, Any]:
         """What a live view shows of this worker."""
         loop = self.loop
-        return {"name": self.name, "busy_s": loop.busy_s, "starved_s": loop.starved_s, "tokens": loop.tokens, "dead": loop.dead}
+        return {
+            "name": self.name,
+            "busy_s": loop.busy_s,
+            "starved_s": loop.starved_s,
+            "tokens": loop.tokens,
+            "dead": loop.dead,
+        }
 
     def close(self) -> None:
         self.loop.stop()
@@ -290,7 +298,12 @@ class ShardWorker:
 
 def generation_seed(content_hash: bytes, seed: int) -> int:
     """One seed per document, the same in every attempt."""
-    return int.from_bytes(hashlib.blake2b(content_hash, digest_size=4, key=seed.to_bytes(8, "big", signed=True)).digest(), "big") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(content_hash, digest_size=4, key=seed.to_bytes(8, "big", signed=True)).digest(), "big"
+        )
+        >> 1
+    )
 
 
 def record_of(window: Window, scored: Scored) -> Record:

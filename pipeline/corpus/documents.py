@@ -59,7 +59,7 @@ def _text_value(value: Any, name: str, filters: FiltersConfig) -> str:
         if filters.control_characters == "drop":
             raise Dropped("control_characters", name)
         value = _CONTROLS.sub("", value)
-    return value
+    return str(value)
 
 
 def _check_text(text: str, filters: FiltersConfig) -> None:

@@ -62,7 +62,9 @@ class Encoder:
         self.special_tokens = [t.content for t in added.values() if t.special and t.content]
         self.add_bos = self._decide_bos(Path(model_path))
         if job.recipe.eos and self.eos_id is None:
-            raise UsageError(f"{model_path}: recipe.eos is true but the tokenizer has no EOS token; set recipe.eos=false")
+            raise UsageError(
+                f"{model_path}: recipe.eos is true but the tokenizer has no EOS token; set recipe.eos=false"
+            )
         self._chat: Render | None = None
         if any(c.fields.kind == "messages" for c in job.corpora):
             self._chat = self._renderer(model_path)
@@ -112,7 +114,10 @@ class Encoder:
     def _plain(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of raw texts, no special tokens added."""
         self.backend.encode_special_tokens = self.job.recipe.special_text == "as_text"
-        return [np.asarray(e.ids, dtype=np.int32) for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            np.asarray(e.ids, dtype=np.int32)
+            for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def tokens(self, documents: Sequence[Document]) -> list[Tokens | Dropped]:
         """Tokens of documents; a document that cannot be used gives its Dropped in the place."""
@@ -150,7 +155,7 @@ class Encoder:
         bos = self._leading_bos(ids)
         ids, learn = ids[bos:], learn[bos:]
         if self.job.recipe.eos and document.kind == "text" and ids.size and ids[-1] != self.eos_id:
-            ids = np.append(ids, np.int32(self.eos_id))
+            ids = np.concatenate([ids, np.asarray([self.eos_id], dtype=np.int32)])
             learn = np.append(learn, True)
         return Tokens(ids, learn, self.add_bos)
 

@@ -44,7 +44,8 @@ def filesystem(url: str) -> tuple[Any, str]:
 def open_binary(url: str, block_size: int | None = None) -> IO[bytes]:
     """Opens one input for reading, seekable where the store is."""
     fs, path = filesystem(url)
-    return fs.open(path, "rb") if block_size is None else fs.open(path, "rb", block_size=block_size)
+    handle: IO[bytes] = fs.open(path, "rb") if block_size is None else fs.open(path, "rb", block_size=block_size)
+    return handle
 
 
 def expand(patterns: Sequence[str]) -> list[str]:

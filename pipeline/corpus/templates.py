@@ -25,7 +25,7 @@ def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any
 
     def render(messages: Sequence[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False) -> str:
         try:
-            return tokenizer.apply_chat_template(
+            text: str = tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools or None,
                 chat_template=template,
@@ -33,6 +33,7 @@ def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any
                 tokenize=False,
                 **arguments,
             )
+            return text
         except Exception as error:  # jinja2 raises its own classes, templates raise through raise_exception()
             raise Dropped("template_error", " ".join(str(error).split())[:200]) from error
 
@@ -80,8 +81,8 @@ def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str] | N
             if match.start() < end <= match.end():
                 return match.end()
         return end
-    match = special.search(full, end)
-    return match.end() if match else end
+    following = special.search(full, end)
+    return following.end() if following else end
 
 
 def assistant_spans(

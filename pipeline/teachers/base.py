@@ -87,14 +87,14 @@ class Teacher(ABC):
     def pending(self) -> int:
         """Inputs inside."""
 
-    def accelerate(self) -> None:
+    def accelerate(self) -> None:  # noqa: B027  (most teachers have nothing to switch on)
         """Switches on what changes how rows are made inside the engine; the canary compares before and after."""
 
     def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
         """Continuations of prompts (int32 [n] each), one seed each.  Only called while nothing is pending."""
         raise TeacherCacheError(f"{type(self).__name__} cannot generate; use engine vllm or hf")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Frees the engine."""
 
     def score(self, inputs: Sequence[np.ndarray]) -> list[Scored]:
@@ -122,7 +122,8 @@ def rows_from_columns(
     if not np.array_equal(ids[:-1, 0], input_ids[1:]):
         wrong = int(np.flatnonzero(ids[:-1, 0] != input_ids[1:])[0])
         raise RowsInvalid(
-            "column_zero", f"row {wrong}: column 0 holds id {int(ids[wrong, 0])}, the next token is {input_ids[wrong + 1]}"
+            "column_zero",
+            f"row {wrong}: column 0 holds id {int(ids[wrong, 0])}, the next token is {input_ids[wrong + 1]}",
         )
     everything = len(row_pos) == n
     top_ids = ids[:, 1:] if everything else ids[row_pos, 1:]

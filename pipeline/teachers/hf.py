@@ -25,7 +25,8 @@ class HfTeacher(Teacher):
         if config.threads:
             torch.set_num_threads(config.threads)
         try:
-            self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            auto: Any = transformers.AutoModelForCausalLM
+            self.model: Any = auto.from_pretrained(
                 model_path, dtype=dtype, trust_remote_code=config.trust_remote_code, **config.engine_args
             )
         except (OSError, ValueError) as error:

@@ -65,8 +65,9 @@ def unsupported() -> str | None:
 
 def install() -> None:
     """Wraps LogprobsProcessor; harmless when called twice."""
-    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.engine import logprobs
 
+    LogprobsProcessor: Any = logprobs.LogprobsProcessor
     if getattr(LogprobsProcessor, "_teachercache", False):
         return
     plain_new = LogprobsProcessor.from_new_request.__func__

@@ -37,7 +37,7 @@ def reference_row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> t
 
 def row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as reference_row_top_k.  Memory beyond the logits: N·(V/32 + 33·k)·4 bytes."""
-    n, vocab = logits.shape
+    vocab = logits.shape[1]
     if k * GROUP * 2 > vocab:
         return reference_row_top_k(logits, k, target)
     if logits.is_cuda and triton is not None:
@@ -71,10 +71,10 @@ def _gather_torch(logits: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 if triton is not None:
 
-    @triton.jit
-    def _group_maxima_kernel(
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _group_maxima_kernel(  # type: ignore[no-untyped-def]
         logits_ptr, stride, maxima_ptr, lse_ptr, vocab, n_groups, GROUP: tl.constexpr, GROUPS: tl.constexpr
-    ):  # type: ignore[no-untyped-def]
+    ):
         row = tl.program_id(0).to(tl.int64)
         base = logits_ptr + row * stride
         offsets = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -95,10 +95,10 @@ if triton is not None:
         scaled = tl.where(running == float("-inf"), 0.0, total * tl.exp(running - peak))
         tl.store(lse_ptr + row, peak + tl.log(tl.sum(scaled, axis=0)))
 
-    @triton.jit
-    def _gather_kernel(
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _gather_kernel(  # type: ignore[no-untyped-def]
         logits_ptr, stride, groups_ptr, out_ptr, vocab, k, GROUP: tl.constexpr, K: tl.constexpr
-    ):  # type: ignore[no-untyped-def]
+    ):
         row = tl.program_id(0).to(tl.int64)
         slot = tl.arange(0, K)
         group = tl.load(groups_ptr + row * k + slot, mask=slot < k, other=0)

@@ -75,7 +75,8 @@ class VllmTeacher(Teacher):
             "detokenize": False,
             "flat_logprobs": True,
         }
-        self._sampling = SamplingParams(**common, **({"extra_args": {raw.FLAG: True}} if self.fast else {}))
+        flagged: dict[str, Any] = {"extra_args": {raw.FLAG: True}} if self.fast else {}
+        self._sampling = SamplingParams(**common, **flagged)
         self._public_sampling = SamplingParams(**common)
         self._dead = _dead_error()
         self._inside: dict[str, Batch] = {}
@@ -179,7 +180,8 @@ class VllmTeacher(Teacher):
         except self._dead as error:
             raise EngineDied(f"vLLM's engine died while generating: {error}") from error
         return [
-            Generated(np.asarray(o.outputs[0].token_ids, dtype=np.int32), str(o.outputs[0].finish_reason)) for o in outputs
+            Generated(np.asarray(o.outputs[0].token_ids, dtype=np.int32), str(o.outputs[0].finish_reason))
+            for o in outputs
         ]
 
     def _end_tokens(self) -> list[int]:

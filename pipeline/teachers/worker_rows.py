@@ -9,6 +9,7 @@ them is the same code; ranks are left at zero, nobody reads them.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 QUALIFIED_NAME = "pipeline.teachers.worker_rows.RowsExtension"
@@ -20,7 +21,7 @@ class RowsExtension:
     def teachercache_install(self) -> str:
         """Swaps the top-K in.  Returns "" when active, else why not."""
         try:
-            from vllm.v1.worker.gpu.sample import prompt_logprob
+            prompt_logprob: Any = importlib.import_module("vllm.v1.worker.gpu.sample.prompt_logprob")
         except ImportError as error:
             return f"no V2 model runner: {error}"
         runner: Any = getattr(self, "model_runner", None)

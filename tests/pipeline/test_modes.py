@@ -51,7 +51,10 @@ def test_corpus_dedup_keeps_the_first_copy_and_never_one_that_is_cached_elsewher
     job = job_file(tmp_path / "cache", [tmp_path / "in" / "*.jsonl"], recipe=recipe, run={"shard_bytes": 1000})
     assert pipeline("run", job).returncode == 0
     # a file that sorts before the cached one, with copies and one new document
-    write_jsonl(tmp_path / "in" / "a.jsonl", [docs[5] | {"id": "late"}, docs[6] | {"id": "late2"}, {"id": "new", "text": "fresh"}])
+    write_jsonl(
+        tmp_path / "in" / "a.jsonl",
+        [docs[5] | {"id": "late"}, docs[6] | {"id": "late2"}, {"id": "new", "text": "fresh"}],
+    )
     result = pipeline("run", job)
     assert result.returncode == 0, result.stdout + result.stderr
     ids = collections.Counter(r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records())
@@ -83,7 +86,12 @@ def test_plan_shows_documents_with_their_masks(job_file, tmp_path):
 
 
 def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
-    rows = [{"id": "a", "ids": [1, 2, 3, 4]}, {"id": "b", "ids": [9999]}, {"id": "c", "ids": []}, {"id": "d", "ids": "no"}]
+    rows = [
+        {"id": "a", "ids": [1, 2, 3, 4]},
+        {"id": "b", "ids": [9999]},
+        {"id": "c", "ids": []},
+        {"id": "d", "ids": "no"},
+    ]
     corpus = {"fields": {"input_ids": "ids", "id": "id"}}
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", rows)], corpus=corpus)
     assert pipeline("run", job).returncode == 0

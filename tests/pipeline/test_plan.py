@@ -35,13 +35,21 @@ def test_adding_a_file_adds_shards_and_changes_none(job_file, tmp_path):
 
 def test_actors_and_machines_change_nothing(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(50))])
-    plans = [plan_of(job, o) for o in ("run.actors=1", "run.actors=64", "run.executor=ray", "teacher.max_inflight_tokens=9")]
+    plans = [
+        plan_of(job, o) for o in ("run.actors=1", "run.actors=64", "run.executor=ray", "teacher.max_inflight_tokens=9")
+    ]
     assert len({p.digest for p in plans}) == 1
 
 
 @pytest.mark.parametrize(
     "override",
-    ["recipe.eos=false", "recipe.windows.size=100", "recipe.filters.sample=0.5", "corpora.0.split=other", "corpora.0.fields.id="],
+    [
+        "recipe.eos=false",
+        "recipe.windows.size=100",
+        "recipe.filters.sample=0.5",
+        "corpora.0.split=other",
+        "corpora.0.fields.id=",
+    ],
 )
 def test_whatever_changes_rows_changes_every_shard(job_file, tmp_path, override):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(50))])

@@ -29,12 +29,19 @@ def teacher_processes(driver: int) -> list[psutil.Process]:
 
 
 def test_sigkill_of_a_teacher_actor_while_it_works(job_file, tmp_path):
-    files = [write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)]
+    files = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)
+    ]
     job = job_file(
         tmp_path / "cache", files, teacher={"engine_args": {"delay_s": 0.3}}, run={"executor": "ray", "actors": 2}
     )
     process = subprocess.Popen(
-        command("run", job, "--json"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command("run", job, "--json"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     commits = tmp_path / "cache" / "commits"
     deadline = time.monotonic() + 90

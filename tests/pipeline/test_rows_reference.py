@@ -63,7 +63,7 @@ def scored():
 
 
 def test_top_k_sets_agree_with_transformers(scored):
-    inputs, active, _, expected = scored
+    _, active, _, expected = scored
     shared = total = 0
     for rows, (ids, _) in zip(active, expected, strict=True):
         for ours, theirs in zip(rows.topk_ids, ids[:, 1:], strict=True):

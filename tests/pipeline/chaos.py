@@ -1,0 +1,163 @@
+"""One chaotic job on a real local cluster of several nodes: everything that can die, dies.
+
+    python -m tests.pipeline.chaos SEED [SECONDS_OF_S3_ERRORS]
+
+During one job and a second that races it: kills of actors, a whole node (and a new one), the driver (then the same
+command again), S3 answering 503 for a while, slow S3.  At the end every document is cached once, or quarantined with a
+reason, and the cache verifies.  The teacher is `noop`.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.pipeline.conftest import ROOT, documents, environment, make_tokenizer, write_jsonl
+from tests.pipeline.faulty_s3 import FaultyProxy
+from tests.servers import serve
+
+FILES, PER_FILE = 6, 60
+DEADLINE_S = 240
+
+
+def _teachers(root: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for process in root.children(recursive=True):
+        try:
+            if (process.cmdline() or [""])[0].startswith("ray::TeacherActor"):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _job(folder: Path, url: str, model: Path) -> Path:
+    for i in range(FILES):
+        docs = [d | {"id": f"{i}-{d['id']}"} for d in documents(PER_FILE, 200)]
+        docs[7]["text"] = f"blank follows {i}"
+        docs[8]["text"] = "  "
+        write_jsonl(folder / f"in{i}.jsonl", docs)
+    job = {
+        "cache": url,
+        "teacher": {"model": str(model), "engine": "noop", "top_k": 8, "max_model_len": 512,
+                    "engine_args": {"delay_s": 0.25}, "max_inflight_tokens": 1500, "cpus_per_actor": 1},
+        "corpora": [{"source": "s", "files": [f"{folder}/in*.jsonl"], "fields": {"text": "text", "id": "id"}}],
+        "run": {"actors": 2, "shard_bytes": 1500, "log_every_s": 5, "refresh_s": 4, "shard_timeout_s": 60,
+                "max_retries": 8, "lease_s": 20},
+    }  # fmt: skip
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def chaos(seed: int, s3_errors_s: float = 8.0) -> dict[str, Any]:
+    """Runs one seed; raises AssertionError where a promise is broken.  Returns what was done."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    rng = random.Random(seed)
+    began = time.monotonic()
+    done: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_tokenizer(folder / "model")
+        with serve("moto", folder / "s3") as server:
+            bucket = server.new_bucket()
+            proxy = FaultyProxy(server.endpoint)
+            env = environment() | server.env() | {"AWS_ENDPOINT_URL": proxy.endpoint}
+            job = _job(folder, f"{bucket}/cache", model)
+            # heads first: nodes are separate raylets; the driver's own node takes no teacher
+            os.environ.update({k: env[k] for k in ("PYTHONPATH",)})
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+            nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+            env["RAY_ADDRESS"] = cluster.address
+            try:
+                log = (folder / "log").open("w")
+
+                def start() -> subprocess.Popen[bytes]:
+                    command = [sys.executable, "-m", "pipeline", "run", str(job)]
+                    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log)
+
+                first, second = start(), start()
+                deadline = began + DEADLINE_S
+                faults = ["actor", "actor", "node", "driver", "errors", "slow"]
+                rng.shuffle(faults)
+                next_fault = time.monotonic() + rng.uniform(6, 10)
+                while first.poll() is None or second.poll() is None:
+                    assert time.monotonic() < deadline, (
+                        "the jobs did not end in time:\n" + (folder / "log").read_text()[-4000:]
+                    )
+                    time.sleep(0.2)
+                    if not faults or time.monotonic() < next_fault:
+                        continue
+                    fault = faults.pop()
+                    next_fault = time.monotonic() + rng.uniform(1, 4)
+                    if fault == "actor":
+                        # every raylet of this cluster is a child of this process
+                        victims = _teachers(psutil.Process())
+                        if victims:
+                            rng.choice(victims).kill()
+                            done[fault] += 1
+                    elif fault == "node":
+                        victim = nodes.pop(rng.randrange(len(nodes)))
+                        cluster.remove_node(victim, allow_graceful=False)
+                        nodes.append(cluster.add_node(num_cpus=2))
+                        done[fault] += 1
+                    elif fault == "driver" and first.poll() is None:
+                        first.send_signal(signal.SIGKILL)
+                        first.wait()
+                        first = start()
+                        done[fault] += 1
+                    elif fault in ("errors", "slow"):
+                        proxy.for_a_while("error" if fault == "errors" else "slow", s3_errors_s)
+                        done[fault] += 1
+                codes = [first.returncode, second.returncode]
+                text = (folder / "log").read_text()
+                assert codes == [0, 0], f"exit codes {codes}\n{text[-6000:]}"
+            finally:
+                for process in (first, second):
+                    if process.poll() is None:
+                        process.kill()
+                if ray.is_initialized():
+                    ray.shutdown()
+                cluster.shutdown()
+                proxy.mode = "pass"
+            os.environ.update(server.env())
+            _check(f"{bucket}/cache", env | {"AWS_ENDPOINT_URL": server.endpoint})
+            proxy.close()
+    return {"seed": seed, "seconds": round(time.monotonic() - began, 1), "faults": dict(done), "refused": proxy.refused}
+
+
+def _check(url: str, env: dict[str, str]) -> None:
+    import teachercache
+
+    verify = subprocess.run(
+        [sys.executable, "-c", "from teachercache.cli import main; main()", "verify", url],
+        env=env, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert verify.returncode == 0, verify.stdout + verify.stderr
+    cache = teachercache.open(url)
+    counts = collections.Counter(r.doc_id for r in cache.records())
+    expected = {f"{i}-doc{k}" for i in range(FILES) for k in range(PER_FILE) if k != 8}
+    assert set(counts) == expected, (
+        f"missing {sorted(expected - set(counts))[:5]}, extra {sorted(set(counts) - expected)[:5]}"
+    )
+    assert set(counts.values()) == {1}
+    assert cache.manifest.complete
+    assert cache.manifest.drops == {"blank": FILES}
+
+
+if __name__ == "__main__":
+    print(json.dumps(chaos(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 8.0)))
