@@ -176,12 +176,7 @@ class ShardAttempt:
                 raise CorruptFile(
                     f"{entry.path} arrived with {found:,} bytes, expected {entry.size:,}; run the shard again."
                 )
-        age = self._clock() - self._upload_began
-        if age > self._grace / 2:
-            raise StaleAttempt(
-                f"shard {self.shard_id}: the upload began {age:,.0f} s ago, longer than half of the grace period "
-                f"({self._grace:,.0f} s), so its files may be collected; run the shard again."
-            )
+        self._refuse_if_stale()
         path = layout.commit_path(self.shard_id)
         try:
             self._store.create(path, seal(commit))
@@ -196,10 +191,20 @@ class ShardAttempt:
                 ) from None
             won = winner.attempt == self.attempt
         self.state = State.COMMITTED if won else State.LOST
+        if won:
+            self._refuse_if_stale()  # suspended between the check and the request: publishers judge this commit void too
         return CommitResult(
             committed=True, won=won, records=commit.records, documents=commit.documents, tokens=commit.tokens,
             rows=commit.rows, bytes=sum(e.size for e in self.entries), files=self.entries,
         )  # fmt: skip
+
+    def _refuse_if_stale(self) -> None:
+        age = self._clock() - self._upload_began
+        if age > self._grace / 2:
+            raise StaleAttempt(
+                f"shard {self.shard_id}: the upload began {age:,.0f} s ago, longer than half of the grace period "
+                f"({self._grace:,.0f} s), so its files may be collected; run the shard again."
+            )
 
     def _expect(self, state: State) -> None:
         if self.state is not state:

@@ -23,6 +23,7 @@ from teachercache.store import Store
 ROWS_PER_GROUP = 16_384  # about 4.5 MB: one range request, small enough to shuffle, large enough to compress
 MAX_GROUP_BYTES = 2**31  # uncompressed; a lying footer must not make a reader allocate more
 MAX_FILE_BYTES = 2**37  # 128 GiB; nobody writes such a file, and a manifest that claims more is refused
+PRE_BUFFER = True  # one range request for the wanted columns of a row group, from another thread
 RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
 
 
@@ -84,6 +85,8 @@ class FileBuilder:
         """Finish the file, read all of it back, and describe it."""
         self._flush()
         assert self._writer is not None
+        if extra := self._codec.closing_metadata():
+            self._writer.add_key_value_metadata(extra)
         self._writer.close()
         self._verify()
         return FileEntry(
@@ -120,6 +123,7 @@ class FileBuilder:
             "teachercache.codec": self.where.codec,
             "teachercache.shard_id": self.where.shard_id,
             "teachercache.attempt": self.where.attempt,
+            **self._codec.opening_metadata(),
         }
         return pq.ParquetWriter(path, schema.with_metadata(named), **self._codec.writer_options(schema))
 
@@ -177,7 +181,7 @@ class DataFile:
             source = store.open_input(entry.path, size=entry.size) if local is None else local
             if source.size() != entry.size:
                 raise CorruptFile(f"{entry.path} is {source.size():,} bytes long, its entry says {entry.size:,}.")
-            self._file = pq.ParquetFile(source, metadata=footer, pre_buffer=True, page_checksum_verification=True)
+            self._file = pq.ParquetFile(source, metadata=footer, pre_buffer=PRE_BUFFER, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise CorruptFile(f"{entry.path} is not readable as Parquet: {_first_line(error)}") from error
         if footer is None:

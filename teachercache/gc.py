@@ -2,8 +2,8 @@
 
 Kept is every file that a retained manifest names, and every file of a commit that is not replaced. What is left are
 orphans (uploads whose attempt died or lost), removed when older than the grace period by the *server's* clock, and
-files of replaced shards that no retained manifest names. An attempt that slept longer than half the grace period
-refuses to commit (`commit.py`), so an orphan that old never becomes part of the cache.
+files of replaced shards that no retained manifest names. A commit that came more than half the grace period after its
+upload is void (`manifest.is_void`), so an orphan that old never becomes part of the cache, however long its writer slept.
 
 Listing order matters: data first, commits and manifests after. A commit that appears in between then protects its files.
 """
@@ -16,8 +16,9 @@ from datetime import timedelta
 
 from teachercache import layout
 from teachercache.commit import GRACE_SECONDS, Commit
-from teachercache.errors import UsageError
-from teachercache.manifest import Manifest, load_manifest, manifest_numbers, read_commits
+from teachercache.document import read_sealed
+from teachercache.errors import MissingObject, UsageError
+from teachercache.manifest import Manifest, is_void, list_commits, load_manifest, manifest_numbers
 from teachercache.spec import CacheSpec
 from teachercache.store import ObjectInfo, Store
 
@@ -32,13 +33,16 @@ class Collection:
     manifests: list[ObjectInfo]  # expired
     orphans: list[ObjectInfo]  # uploads without a commit
     replaced: list[ObjectInfo]  # files of replaced shards
+    void: list[
+        ObjectInfo
+    ]  # commits that came too long after their upload, or lost a file; their shards are computed again
     scratch: list[ObjectInfo]  # leftovers of probes, leases that ran out
     kept_files: int
     waiting: int  # orphans that are younger than the grace period
 
     @property
     def objects(self) -> list[ObjectInfo]:
-        return [*self.manifests, *self.orphans, *self.replaced, *self.scratch]
+        return [*self.manifests, *self.void, *self.orphans, *self.replaced, *self.scratch]
 
     @property
     def bytes(self) -> int:
@@ -72,10 +76,16 @@ def collect(
     numbers = manifest_numbers(store)
     retained = numbers if keep_manifests is None else numbers[-keep_manifests:]
     manifests = [load_manifest(store, n, spec.digest) for n in retained]
-    commits = read_commits(store)
     newest = manifests[-1] if manifests else None
-
     named = {entry.path for manifest in manifests for entry in manifest.files}
+    objects = {o.path: o for o in data}
+    commits: list[Commit] = []
+    void: list[ObjectInfo] = []
+    for commit, info in list_commits(store):
+        if is_void(commit, info.modified, objects, named, grace_seconds) or _lost_a_file(store, commit, objects, named):
+            void.append(info)
+        else:
+            commits.append(commit)
     dead = {c.shard_id for c in commits if newest is not None and is_dead(c, newest)}
     live = {entry.path for c in commits if c.shard_id not in dead for entry in c.files}
     of_dead = {entry.path for c in commits if c.shard_id in dead for entry in c.files}
@@ -86,8 +96,9 @@ def collect(
     found = Collection(
         dry_run=dry_run,
         manifests=[o for o in store.list(layout.MANIFESTS) if o.path in expired],
-        orphans=[o for o in unclaimed if o.modified < limit],
+        orphans=[o for o in unclaimed if o.modified < limit and not _claimed(store, o, objects, named, grace_seconds)],
         replaced=[o for o in unneeded if o.path in of_dead],
+        void=void,
         scratch=[o for prefix in (layout.PROBES, layout.LEASES) for o in store.list(prefix) if o.modified < limit],
         kept_files=len(data) - len(unneeded),
         waiting=sum(o.modified >= limit for o in unclaimed),
@@ -95,8 +106,28 @@ def collect(
     if not dry_run:
         # Manifests first: killed in between, no manifest names a file that is gone.
         _delete(store, found.manifests)
+        _delete(store, found.void)
         _delete(store, [*found.orphans, *found.replaced, *found.scratch])
     return found
+
+
+def _claimed(
+    store: Store, item: ObjectInfo, data: dict[str, ObjectInfo], settled: set[str], grace_seconds: float
+) -> bool:
+    """Ask for the one commit that could name an orphan, in case the listing of commits was stale."""
+    path = layout.commit_path(layout.parse_data_path(item.path).shard_id)
+    try:
+        info = store.head(path)
+        commit = read_sealed(store, Commit, path)
+    except MissingObject:
+        return False
+    names_it = any(entry.path == item.path for entry in commit.files)
+    return names_it and not is_void(commit, info.modified, data, settled, grace_seconds)
+
+
+def _lost_a_file(store: Store, commit: Commit, data: dict[str, ObjectInfo], settled: set[str]) -> bool:
+    """Whether an unpublished commit names a file that is gone: no listing is trusted with that."""
+    return any(e.path not in data and e.path not in settled and not store.exists(e.path) for e in commit.files)
 
 
 def is_dead(commit: Commit, newest: Manifest) -> bool:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
 from teachercache import layout
-from teachercache.commit import Commit
+from teachercache.commit import GRACE_SECONDS, Commit
 from teachercache.datafile import MAX_FILE_BYTES, FileEntry
 from teachercache.document import read_sealed, seal, utc_now
 from teachercache.errors import CommitConflict, IncompleteCache, MissingObject, StoreUnavailable, UnsafeManifest
 from teachercache.plan import Plan, Quarantine
 from teachercache.spec import CacheSpec, Strict, json_digest
-from teachercache.store import Exists, Store
+from teachercache.store import Exists, ObjectInfo, Store
 from teachercache.uniqueness import check_unique
 
 M = TypeVar("M", bound=BaseModel)
@@ -128,7 +129,29 @@ def read_many(store: Store, model: type[M], paths: Iterable[str]) -> list[M]:
 
 def read_commits(store: Store) -> list[Commit]:
     """Every commit, sorted by shard."""
-    return read_many(store, Commit, [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")])
+    return [commit for commit, _ in list_commits(store)]
+
+
+def list_commits(store: Store) -> list[tuple[Commit, ObjectInfo]]:
+    """Every commit with its object, sorted by shard."""
+    objects = [o for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
+    return list(zip(read_many(store, Commit, [o.path for o in objects]), objects, strict=True))
+
+
+def is_void(
+    commit: Commit, created: datetime, data: Mapping[str, ObjectInfo], settled: Collection[str], grace_seconds: float
+) -> bool:
+    """Whether a commit came so long after its upload that the collector may already have taken its files.
+
+    A writer checks its own age before it commits, but it can be suspended between the check and the request. Both times
+    here are the server's, so every publisher and every collector judges alike, whatever the writers' clocks say. What a
+    manifest has settled stays.
+    """
+    limit = timedelta(seconds=grace_seconds / 2)
+    return any(
+        entry.path not in settled and entry.path in data and created - data[entry.path].modified > limit
+        for entry in commit.files
+    )
 
 
 def read_plans(store: Store) -> dict[str, Plan]:
@@ -171,7 +194,12 @@ def live_commits(commits: Iterable[Commit], replaced: dict[str, str]) -> list[Co
 
 
 def publish(
-    store: Store, spec: CacheSpec, *, allow_partial: bool = False, allow_repeated_content: bool = False
+    store: Store,
+    spec: CacheSpec,
+    *,
+    allow_partial: bool = False,
+    allow_repeated_content: bool = False,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> Manifest:
     """Create the next manifest from every commit, or return the newest one where nothing is new.
 
@@ -180,7 +208,7 @@ def publish(
     """
     for _ in range(PUBLISH_TRIES):
         newest = newest_manifest(store, spec.digest)  # before the listing of commits: see the module
-        candidate = _snapshot(store, spec, newest, allow_partial, allow_repeated_content)
+        candidate = _snapshot(store, spec, newest, allow_partial, allow_repeated_content, grace_seconds)
         if newest is not None and candidate.content() == newest.content():
             return newest
         try:
@@ -192,28 +220,40 @@ def publish(
 
 
 def _snapshot(
-    store: Store, spec: CacheSpec, newest: Manifest | None, allow_partial: bool, allow_repeated: bool
+    store: Store,
+    spec: CacheSpec,
+    newest: Manifest | None,
+    allow_partial: bool,
+    allow_repeated: bool,
+    grace_seconds: float,
 ) -> Manifest:
-    commits, plans, quarantined = read_commits(store), read_plans(store), read_quarantines(store)
+    listed, plans, quarantined = list_commits(store), read_plans(store), read_quarantines(store)
+    data = {o.path: o for o in store.list(layout.DATA)}
+    settled = {entry.path for entry in newest.files} if newest else set()
+    commits = [c for c, info in listed if not is_void(c, info.modified, data, settled, grace_seconds)]
     for commit in commits:
         check_commit(commit, spec.digest)
-    planned = {shard.shard_id for plan in plans.values() for shard in plan.shards}
     committed = {commit.shard_id for commit in commits}
+    if newest and (unseen := {entry.shard_id for entry in newest.files} - committed):
+        raise MissingObject(
+            f"{store.url}: the commit of shard {min(unseen)}, which manifest {newest.number} names, is not listed; "
+            "nothing was published: the store's listing is stale, or the commit was removed."
+        )
+    planned = {shard.shard_id for plan in plans.values() for shard in plan.shards}
     missing = planned - committed
     held = missing & quarantined.keys()
     if missing and not allow_partial:
+        void = f", {len(listed) - len(commits)} void commits: run gc" if len(listed) > len(commits) else ""
         raise IncompleteCache(
-            f"{store.url}: {len(missing)} of {len(planned)} planned shards have no commit ({len(held)} of them in quarantine); "
+            f"{store.url}: {len(missing)} of {len(planned)} planned shards have no commit ({len(held)} in quarantine{void}); "
             "run the job again, or publish with --allow-partial."
         )
     replaced = resolve_replacements(commits, newest.replaced if newest else {})
     live = live_commits(commits, replaced)
     files = [ManifestFile(**entry.model_dump(), shard_id=c.shard_id) for c in live for entry in c.files]
     files.sort(key=lambda f: f.path)
-    _check_present(store, files)
-    uniqueness = check_unique(
-        store, files, spec, known=newest.files if newest else [], allow_repeated_content=allow_repeated
-    )
+    _check_present(store, files, data)
+    uniqueness = check_unique(store, files, spec, allow_repeated_content=allow_repeated)
     drops: Counter[str] = Counter()
     for commit in commits:
         drops.update(commit.drops)
@@ -254,14 +294,13 @@ def check_commit(commit: Commit, spec_digest: str) -> None:
             )
 
 
-def _check_present(store: Store, files: list[ManifestFile]) -> None:
-    """One listing instead of a HEAD a file; S3's listings are strongly consistent."""
-    sizes = {o.path: o.size for o in store.list(layout.DATA)}
+def _check_present(store: Store, files: list[ManifestFile], data: Mapping[str, ObjectInfo]) -> None:
+    """By one listing instead of a HEAD a file; S3's listings are strongly consistent."""
     for entry in files:
-        if sizes.get(entry.path) != entry.size:
-            found = (
-                "is not there"
-                if entry.path not in sizes
-                else f"has {sizes[entry.path]:,} bytes, expected {entry.size:,}"
+        there = data.get(entry.path)
+        if there is None or there.size != entry.size:
+            found = "is not there" if there is None else f"has {there.size:,} bytes, expected {entry.size:,}"
+            raise MissingObject(
+                f"{store.url}: {entry.path} of shard {entry.shard_id} {found}; nothing was published. "
+                "`gc` drops such a commit, and the job then computes the shard again."
             )
-            raise MissingObject(f"{store.url}: {entry.path} of shard {entry.shard_id} {found}; nothing was published.")

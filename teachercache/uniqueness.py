@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,16 +37,12 @@ def check_unique(
     files: Sequence[FileEntry],
     spec: CacheSpec,
     *,
-    known: Iterable[FileEntry] = (),
     allow_repeated_content: bool = False,
 ) -> Uniqueness:
-    """Raise DuplicateDocument or RepeatedContent. Reads the key columns of every file: about 40 bytes a record.
-
-    `known` is only a hint for the message: files of the manifest before.
-    """
+    """Raise DuplicateDocument or RepeatedContent. Reads the key columns of every file: about 40 bytes a record."""
     with ThreadPoolExecutor(THREADS) as pool:
         keys = list(pool.map(lambda entry: _file_keys(store, entry, spec), files))
-    _refuse_duplicates(store, files, keys, spec, {f.path for f in known})
+    _refuse_duplicates(store, files, keys, spec)
     repeated = _count_repeated(files, keys)
     if repeated and not allow_repeated_content:
         raise RepeatedContent(
@@ -82,9 +78,7 @@ def _keys(values: Sequence[bytes]) -> Keys:
     return np.frombuffer(b"".join(values), dtype="V16")
 
 
-def _refuse_duplicates(
-    store: Store, files: Sequence[FileEntry], keys: list[_FileKeys], spec: CacheSpec, known: set[str]
-) -> None:
+def _refuse_duplicates(store: Store, files: Sequence[FileEntry], keys: list[_FileKeys], spec: CacheSpec) -> None:
     if not keys:
         return
     everything = np.concatenate([k.windows for k in keys])

@@ -145,5 +145,9 @@ class CacheWriter:
     def publish(self, *, allow_partial: bool = False, allow_repeated_content: bool = False) -> Manifest:
         """Make everything that is committed visible as the next manifest; see `teachercache.manifest.publish`."""
         return publish(
-            self.store, self.spec, allow_partial=allow_partial, allow_repeated_content=allow_repeated_content
+            self.store,
+            self.spec,
+            allow_partial=allow_partial,
+            allow_repeated_content=allow_repeated_content,
+            grace_seconds=self.grace_seconds,
         )

@@ -8,10 +8,13 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from teachercache.codec.block import Block
+from teachercache.codec.compact import CompactCodec
 from teachercache.codec.open import OpenCodec
 from teachercache.errors import UnsupportedFormat
 
-__all__ = ["Block", "Codec", "OpenCodec", "get_codec"]
+CODECS = ("open", "compact")
+
+__all__ = ["CODECS", "Block", "Codec", "CompactCodec", "OpenCodec", "get_codec"]
 
 
 class Codec(Protocol):
@@ -35,9 +38,21 @@ class Codec(Protocol):
         """Arguments for pyarrow.parquet.ParquetWriter."""
         ...
 
+    def opening_metadata(self) -> dict[str, str]:
+        """Footer entries that a decoder needs; known after the first encode."""
+        ...
+
+    def closing_metadata(self) -> dict[str, str]:
+        """Footer entries that are known when the file ends."""
+        ...
+
 
 def get_codec(name: str, top_k: int, vocab_size: int) -> Codec:
     """The codec called `name`; UnsupportedFormat where this version does not have it."""
     if name == "open":
         return OpenCodec(top_k)
-    raise UnsupportedFormat(f"codec {name!r} is unknown to this version, which reads 'open'; upgrade teachercache.")
+    if name == "compact":
+        return CompactCodec(top_k, vocab_size)
+    raise UnsupportedFormat(
+        f"codec {name!r} is unknown to this version, which has {', '.join(CODECS)}; upgrade teachercache."
+    )

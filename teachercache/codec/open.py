@@ -68,6 +68,12 @@ class OpenCodec:
     def writer_options(self, schema: pa.Schema) -> dict[str, Any]:
         return writer_options(schema, ENCODINGS)
 
+    def opening_metadata(self) -> dict[str, str]:
+        return {}
+
+    def closing_metadata(self) -> dict[str, str]:
+        return {}
+
 
 # ---- shared by every codec -------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -51,9 +52,7 @@ def test_two_processes_racing_on_one_cache_lose_nothing_and_never_shrink_it(any_
     numbers = manifest_numbers(store)
     assert numbers == list(range(1, len(numbers) + 1))
     held = [{f.path for f in load_manifest(store, n, SPEC.digest).files} for n in numbers]
-    assert all(earlier < later for earlier, later in zip(held, held[1:], strict=False)), (
-        "each manifest is a strict superset"
-    )
+    assert all(earlier < later for earlier, later in itertools.pairwise(held)), "each manifest is a strict superset"
     assert len(held[-1]) == 8
     found = verify(store, SPEC)
     assert found.problems == []

@@ -195,7 +195,10 @@ def test_any_mix_of_append_publish_optimize_and_gc_keeps_every_document_once(tmp
     taken: set[str] = set()
     published = False
     for step in range(25):
-        writer, action = rng.choice(writers), rng.choice(["append", "append", "publish", "optimize", "remove", "gc", "orphan"])
+        writer, action = (
+            rng.choice(writers),
+            rng.choice(["append", "append", "publish", "optimize", "remove", "gc", "orphan"]),
+        )
         if action == "append":
             records = synthetic_records(SPEC, 3, seed=step + 100 * seed, prefix=f"d{step}")
             writer.commit(f"shard-{step}", records)
