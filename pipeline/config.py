@@ -128,6 +128,7 @@ class CorpusConfig(_Strict):
     student: str | None = Field(
         default=None, description="revision of the student that wrote the continuations (on-policy)"
     )
+    sample: float | None = Field(default=None, gt=0, le=1, description="fraction of this source; else filters.sample")
     limit_documents: int | None = Field(default=None, ge=1, description="at most so many documents of each file")
 
     @field_validator("splits")

@@ -27,7 +27,7 @@ def content_hashes(job: JobConfig, shard: PlanShard) -> tuple[np.ndarray, np.nda
     ordinals: list[int] = []
     raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit, filters.invalid_utf8)
     try:
-        for raw in raws if corpus.limit_documents is None else islice(raws, corpus.limit_documents):
+        for raw in islice(raws, corpus.limit_documents if shard.unit == "file" else None):
             try:
                 document = extract(raw, corpus, filters, shard.input_digest)
             except Dropped:

@@ -175,7 +175,9 @@ def _shards_of(
         missing = [c for c in parquet_columns(corpus) if c not in columns]
         if missing:
             raise UsageError(f"{file.url}: expected columns {missing}, found {columns}; check `fields` and `meta`")
-        total, bytes_per_unit = parquet_rows, plain / max(parquet_rows, 1)
+        bytes_per_unit = plain / max(parquet_rows, 1)
+        parquet_rows = min(parquet_rows, corpus.limit_documents or parquet_rows)
+        total = parquet_rows
     density = sample_density(file, corpus, job, encoder, parquet_rows)
     text_units = total * (_inflation(file.url, compression, file.size) if unit == "file" else 1.0)
     per_unit = density.tokens / density.units if density.units else 0.0

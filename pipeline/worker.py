@@ -240,7 +240,7 @@ class ShardWorker:
         duplicates = set(shard.detail.get("duplicates", ()))
         seen: set[bytes] = set()
         raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit, filters.invalid_utf8)
-        if corpus.limit_documents is not None:
+        if corpus.limit_documents is not None and shard.unit == "file":  # Parquet ranges end at the limit already
             raws = islice(raws, corpus.limit_documents)
         try:
             for raw in raws:

@@ -162,7 +162,8 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
                 raise Dropped("wrong_type", "loss_mask needs one value per token")
             mask = mask.astype(bool)
     content_hash = hashlib.blake2b(hashed, digest_size=16).digest()
-    if filters.sample < 1.0 and fraction_of(content_hash, f"sample{filters.sample_seed}") >= filters.sample:
+    share = filters.sample if corpus.sample is None else corpus.sample
+    if share < 1.0 and fraction_of(content_hash, f"sample{filters.sample_seed}") >= share:
         raise Dropped("sampled_out")
     return Document(
         doc_id=_doc_id(value, corpus, filters, content_hash, input_digest, raw.ordinal),

@@ -79,7 +79,8 @@ def unit_of(url: str, corpus: CorpusConfig) -> Unit:
     kind, compression = file_format(url, corpus)
     if kind == "parquet":
         return "rows"
-    if compression != "none" or (kind == "text" and corpus.text_unit == "file"):
+    whole_text = kind == "text" and corpus.text_unit == "file"
+    if compression != "none" or whole_text or corpus.limit_documents is not None:
         return "file"
     return "bytes"
 
