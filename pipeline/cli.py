@@ -232,5 +232,5 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         return app(args=arguments, standalone_mode=True)
     except TeacherCacheError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())} [{error.code}]", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

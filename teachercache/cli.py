@@ -29,7 +29,6 @@ from teachercache.verify import verify as run_verify
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     help="Look at, check and look after caches of a teacher's log-probabilities on S3 or local disk.",
     epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3 endpoint and keys: AWS_ENDPOINT_URL and the usual chain.",
 )

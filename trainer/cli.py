@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments, standalone_mode=False)
     except TeacherCacheError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error} [{error.code}]", file=sys.stderr)
         sys.exit(error.exit_code)
     except typer.Exit as error:
         sys.exit(error.exit_code)

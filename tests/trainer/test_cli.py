@@ -172,7 +172,7 @@ def test_init_student_refuses_to_overwrite_and_unknown_layers(
 def test_as_a_process_of_its_own_a_refusal_is_one_line_too(config: Path) -> None:
     done = runs.trainer("fit", config, "studnet=x")
     assert done.returncode == 2
-    assert done.stderr == "error: unknown key studnet in the configuration; did you mean student?\n"
+    assert done.stderr == "error: unknown key studnet in the configuration; did you mean student? [TC-E200]\n"
 
 
 @pytest.mark.parametrize("command", [[], ["fit"], ["eval"], ["init-student"], ["bench-step"], ["bench-loss"]])
