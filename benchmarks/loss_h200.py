@@ -316,6 +316,21 @@ def all_methods() -> Any:
     return [vars(r) for r in results]
 
 
+def whole_logits() -> Any:
+    """The methods that hold whole logits, beside fused and the closed form, at 32,768 rows."""
+    results = run_benchmark(
+        ["llama-3.2-3b"],
+        [32_768],
+        ["closed_form", "fused", "forward_chunked", "dense"],
+        topk=K,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        repeats=4,
+        report=lambda r: say(r.rows, r.method, r.time_ms, r.extra_gib, r.note),
+    )
+    return [vars(r) for r in results]
+
+
 def heads() -> Any:
     """The fused loss on the heads of other models at 32,768 rows."""
     found = {}
@@ -409,6 +424,7 @@ SECTIONS: dict[str, Callable[[], Any]] = {
         profile,
         blas_libraries,
         all_methods,
+        whole_logits,
         heads,
         long,
     )

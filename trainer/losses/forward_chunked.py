@@ -34,21 +34,29 @@ def chunk_losses(
     ids = torch.where(alive[:, None], topk_ids.long(), torch.arange(k, device=raw_logits.device))
     logprobs = torch.where(alive[:, None], topk_logprobs.to(compute), -math.log(k + 1))
     tail = torch.where(alive, tail_logprob.to(compute), -math.log(k + 1))
-    z = raw_logits.to(compute)
-    if bias is not None:
-        z = z + bias.to(compute)
-    if options.softcap is not None:
-        z = options.softcap * torch.tanh(z / options.softcap)
-    if options.logit_scale != 1.0:
-        z = z * options.logit_scale
-    z_topk = z.gather(1, ids)
+
+    def transformed(raw: Tensor, raw_bias: Tensor | None) -> Tensor:
+        z = raw.to(compute)
+        if raw_bias is not None:
+            z = z + raw_bias.to(compute)
+        if options.softcap is not None:
+            z = options.softcap * torch.tanh(z / options.softcap)
+        return z if options.logit_scale == 1.0 else z * options.logit_scale
+
+    def gathered(index: Tensor) -> Tensor:
+        return transformed(raw_logits.gather(1, index), None if bias is None else bias[index])
+
+    z_topk = gathered(ids)
     z_label = None
     if options.ce_weight:
         assert labels is not None
-        z_label = z.gather(1, torch.where(alive, labels.long(), 0)[:, None])[:, 0]
+        z_label = gathered(torch.where(alive, labels.long(), 0)[:, None])[:, 0]
+    z = transformed(raw_logits, bias)
     outside_lse = z.new_full((n,), -math.inf)
     if has_outside:
-        outside_lse = torch.logsumexp(z.scatter(1, ids, -math.inf), dim=1)
+        # In place where z is a copy of our own, which saves another copy of the chunk for the backward pass.
+        masked = z.scatter(1, ids, -math.inf) if z is raw_logits else z.scatter_(1, ids, -math.inf)
+        outside_lse = torch.logsumexp(masked, dim=1)
     log_s = teacher_log_vector(logprobs, tail, options, has_outside)
     loss = row_loss(z_topk, outside_lse, z_label, log_s, options, has_outside)
     return torch.where(alive, loss, 0.0)
