@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,12 +20,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from teachercache import layout, show
+from teachercache.codec import CODECS
+from teachercache.commit import GRACE_SECONDS
 from teachercache.errors import NotACache, TeacherCacheError
+from teachercache.export import export as run_export
+from teachercache.gc import collect
 from teachercache.manifest import load_manifest, manifest_numbers
+from teachercache.optimize import optimize as run_optimize
 from teachercache.reader import Cache, IncompleteCacheWarning, load_spec
 from teachercache.reader import open as open_cache
+from teachercache.report import SAMPLE_FILES
+from teachercache.report import report as make_report
 from teachercache.store import Store
 from teachercache.verify import verify as run_verify
+from teachercache.writer import CacheWriter
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -257,6 +266,99 @@ def doctor(
     else:
         print_findings(findings, out)
     raise typer.Exit(verdict(findings))
+
+
+@app.command()
+def report(
+    url: Url,
+    to: Annotated[Path, typer.Option("--to", help="Where to write the page.")] = Path("report.html"),
+    files: Annotated[int, typer.Option(min=1, help="How many files to take the distributions from.")] = SAMPLE_FILES,
+    manifest: ManifestNumber = None,
+) -> None:
+    """Write one self-contained HTML page: the teacher, corpora, drops, distributions, bytes by column, throughput."""
+    cache = opened(url, manifest)
+    with progress_bar("reading") as progress:
+        page = make_report(cache, sample_files=files, progress=progress)
+    to.write_text(page, encoding="utf-8")
+    print(to)
+
+
+@app.command()
+def export(
+    url: Url,
+    to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
+    manifest: ManifestNumber = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="Size of one file.")] = 500,
+) -> None:
+    """Write a plain Parquet data set with a Hugging Face data card into a new folder."""
+    cache = opened(url, manifest)
+    with progress_bar("exporting") as progress:
+        written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
+    print(f"{len(written)} files in {to}")
+
+
+@app.command()
+def optimize(
+    url: Url,
+    codec: Annotated[str | None, typer.Option(help=f"Rewrite into this codec: {', '.join(CODECS)}.")] = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="Merge shards smaller than this up to about this size.")] = 256,
+    without: Annotated[list[str] | None, typer.Option(help="Leave out this doc_id; may be repeated.")] = None,
+    json_: Json = False,
+) -> None:
+    """Rewrite small files into large ones, into another codec, or without given documents, and publish the result.
+
+    Nothing is changed in place: older manifests keep reading what they read. To take a document down for good, run
+    `teachercache gc URL --keep-manifests 1 --delete` afterwards.
+    """
+    store = Store.open(url)
+    writer = CacheWriter(store, load_spec(store))
+    with progress_bar("rewriting") as progress:
+        done = run_optimize(
+            writer, codec=codec, target_bytes=megabytes * 2**20, without=without or (), progress=progress
+        )
+    if json_:
+        print_json({**dataclasses.asdict(done), "manifest": done.manifest.number})
+        return
+    print(
+        f"manifest {done.manifest.number}: {done.files_before} files of {done.bytes_before:,} bytes are now "
+        f"{done.files_after} of {done.bytes_after:,}; {done.removed} records removed"
+    )
+
+
+@app.command()
+def gc(
+    url: Url,
+    delete: Annotated[bool, typer.Option("--delete", help="Really remove; without it nothing is touched.")] = False,
+    keep_manifests: Annotated[
+        int | None, typer.Option(min=1, help="Expire all but the newest so many manifests.")
+    ] = None,
+    grace_days: Annotated[float, typer.Option(help="Age at which an upload without a commit goes.")] = GRACE_SECONDS
+    / 86400,
+    json_: Json = False,
+) -> None:
+    """Remove what no reader and no writer can need: orphaned uploads, files of replaced shards. A dry run unless --delete.
+
+    A grace period shorter than the default is only safe while no job writes to the cache.
+    """
+    store = Store.open(url)
+    found = collect(
+        store, load_spec(store), grace_seconds=grace_days * 86400, keep_manifests=keep_manifests, dry_run=not delete
+    )
+    if json_:
+        paths = {
+            name: [o.path for o in getattr(found, name)]
+            for name in ("manifests", "void", "orphans", "replaced", "scratch")
+        }
+        print_json(
+            {"deleted": delete, "bytes": found.bytes, "kept_files": found.kept_files, "waiting": found.waiting, **paths}
+        )
+        return
+    for item in found.objects:
+        print(f"{'deleted' if delete else 'would delete'} {item.path} {item.size:,}")
+    print(
+        f"{len(found.objects)} objects, {found.bytes:,} bytes; {found.kept_files} data files kept, "
+        f"{found.waiting} uploads without a commit still within {grace_days:g} days"
+    )
 
 
 def main() -> None:

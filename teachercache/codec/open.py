@@ -79,14 +79,17 @@ class OpenCodec:
 
 
 def writer_options(schema: pa.Schema, encodings: dict[str, str]) -> dict[str, Any]:
-    """ParquetWriter arguments: no dictionaries except for text of the corpus, zstd, page index, checksums per page."""
+    """ParquetWriter arguments: no dictionaries except for text of the corpus, page index, a checksum for each page.
+
+    zstd 6 takes 277 bytes a row where 3 takes 282 and 15 takes 275, at two thirds and a ninth of the speed.
+    """
     dictionary = [
         name for name in schema.names if name.startswith(META_PREFIX) and pa.types.is_string(schema.field(name).type)
     ]
     top_level = {name.split(".", 1)[0] for name in schema.names}
     return {
         "compression": "zstd",
-        "compression_level": 3,
+        "compression_level": 6,
         "use_dictionary": dictionary or False,
         "column_encoding": {path: how for path, how in encodings.items() if path.split(".", 1)[0] in top_level},
         "write_page_index": True,

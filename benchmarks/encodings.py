@@ -1,0 +1,244 @@
+"""Bytes a row and decode rate of every encoding that we considered, on real teacher rows.
+
+    python benchmarks/encodings.py CACHE_URL [--rows 24000] [--quick]
+
+CACHE_URL is any cache with K = 100; `make demo` leaves one in build/demo/s3/teachercache-demo/smollm2-135m. Every variant
+writes the same records, all columns counted, footer included. The large vocabulary is the same rows with their ids
+mapped one-to-one at random into 262,144: no locality of ids is left, so it is the worst case for such a teacher.
+Decoding is timed in process CPU seconds on one thread, from local disk to numpy arrays, best of three.
+Results: benchmarks/results/encodings.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import teachercache
+from teachercache.codec import Block, get_codec
+from teachercache.codec.open import _LEAF, OpenCodec
+from teachercache.record import Record, check_record
+
+IDS = f"topk_ids.{_LEAF}.{_LEAF}"
+LOGPROBS = f"topk_logprobs.{_LEAF}.{_LEAF}"
+LARGE_VOCAB = 262_144
+
+
+def load(url: str, rows: int) -> tuple[teachercache.CacheSpec, list[Record]]:
+    cache = teachercache.open(url)
+    records, count = [], 0
+    for record in cache.records():
+        records.append(dataclasses.replace(record, split="train", source="all", meta={}))
+        count += len(record.row_pos)
+        if count >= rows:
+            break
+    return cache.spec, records
+
+
+def with_large_vocabulary(records: list[Record], vocab_size: int) -> list[Record]:
+    """The ids mapped one-to-one, at random, into 262,144."""
+    to = np.random.default_rng(0).permutation(LARGE_VOCAB)[:vocab_size].astype(np.int32)
+    return [dataclasses.replace(r, topk_ids=to[r.topk_ids], input_ids=to[r.input_ids]) for r in records]
+
+
+def row_groups(records: list[Record], rows: int) -> list[list[Record]]:
+    groups: list[list[Record]] = [[]]
+    held = 0
+    for record in records:
+        groups[-1].append(record)
+        held += len(record.row_pos)
+        if held >= rows:
+            groups.append([])
+            held = 0
+    return [g for g in groups if g]
+
+
+def measure(
+    codec: Any, records: list[Record], folder: Path, *, group: int = 16_384, **override: Any
+) -> dict[str, float]:
+    """Write, count, read back."""
+    rows = sum(len(r.row_pos) for r in records)
+    path = folder / "x.parquet"
+    began = time.process_time()
+    writer = None
+    for part in row_groups(records, group):
+        table = codec.encode(Block.from_records(part))
+        if writer is None:
+            options = codec.writer_options(table.schema)
+            encodings = options["column_encoding"] | override.pop("column_encoding", {})
+            dictionary = override.pop("use_dictionary", options["use_dictionary"])
+            if dictionary:
+                encodings = {k: v for k, v in encodings.items() if k not in dictionary}
+            options |= {"column_encoding": encodings, "use_dictionary": dictionary} | override
+            schema = table.schema.with_metadata(codec.opening_metadata())
+            writer = pq.ParquetWriter(path, schema, **options)
+        writer.write_table(table, row_group_size=len(table))
+    assert writer is not None
+    writer.close()
+    encode = time.process_time() - began
+    best = math.inf
+    for _ in range(3):
+        file = pq.ParquetFile(pa.memory_map(str(path)))
+        began = time.process_time()
+        for i in range(file.num_row_groups):
+            codec.decode(file.read_row_group(i, use_threads=False))
+        best = min(best, time.process_time() - began)
+    size = path.stat().st_size
+    return {
+        "bytes_per_row": round(size / rows, 2),
+        "encode_rows_per_s": round(rows / encode),
+        "decode_rows_per_s": round(rows / best),
+    }
+
+
+def columns_of(records: list[Record], spec: teachercache.CacheSpec, codec_name: str, folder: Path) -> dict[str, float]:
+    """Bytes a row of each column in the layout as shipped."""
+    codec = get_codec(codec_name, spec.top_k, spec.tokenizer.vocab_size)
+    measure(codec, records, folder)
+    footer, rows = pq.read_metadata(folder / "x.parquet"), sum(len(r.row_pos) for r in records)
+    sizes: dict[str, int] = {}
+    for g, c in itertools.product(range(footer.num_row_groups), range(footer.num_columns)):
+        column = footer.row_group(g).column(c)
+        name = column.path_in_schema.split(".")[0]
+        sizes[name] = sizes.get(name, 0) + column.total_compressed_size
+    return {name: round(size / rows, 2) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
+
+
+class HalfCodec(OpenCodec):
+    """Real float16 instead of float32 that holds float16 values."""
+
+    def encode(self, block: Block, meta_types: Any = None) -> pa.Table:
+        table = super().encode(block, meta_types)
+        i = table.schema.get_field_index("topk_logprobs")
+        return table.set_column(i, "topk_logprobs", table.column(i).cast(pa.list_(pa.list_(pa.float16(), self.top_k))))
+
+
+class ListCodec(OpenCodec):
+    """list<list<>> instead of list<fixed_size_list<>>."""
+
+    def encode(self, block: Block, meta_types: Any = None) -> pa.Table:
+        table = super().encode(block, meta_types)
+        for name, kind in (("topk_ids", pa.int32()), ("topk_logprobs", pa.float32())):
+            i = table.schema.get_field_index(name)
+            table = table.set_column(i, name, table.column(i).cast(pa.list_(pa.list_(kind))))
+        return table
+
+
+def packed_ids(records: list[Record], vocab_size: int) -> dict[str, float]:
+    """What DistillKit does with ids: ceil(log2 V) bits each, in rank order, no entropy coding; and that through zstd."""
+    import zstandard
+
+    bits = math.ceil(math.log2(vocab_size))
+    ids = np.concatenate([r.topk_ids for r in records])
+    spread = (ids[..., None] >> np.arange(bits)) & 1
+    packed = np.packbits(spread.astype(np.uint8).reshape(len(ids), -1), axis=1)
+    squeezed = len(zstandard.ZstdCompressor(3).compress(packed.tobytes()))
+    return {
+        "bits": bits,
+        "bytes_per_row": packed.nbytes / len(ids),
+        "bytes_per_row_zstd3": round(squeezed / len(ids), 2),
+    }
+
+
+def compact_loss(spec: teachercache.CacheSpec, records: list[Record]) -> dict[str, float]:
+    """What the compact codec changes, over all rows."""
+    codec = get_codec("compact", spec.top_k, spec.tokenizer.vocab_size)
+    block = Block.from_records(records)
+    back = codec.decode(codec.encode(block))
+    ours, theirs = (np.argsort(b.topk_ids, axis=1) for b in (block, back))
+    p = np.exp(np.take_along_axis(block.topk_logprobs, ours, 1).astype(np.float64))
+    q = np.exp(np.take_along_axis(back.topk_logprobs, theirs, 1).astype(np.float64))
+    error = np.abs(p - q).sum(1)
+    return {
+        "worst_row_l1": round(float(error.max()), 5),
+        "mean_row_l1": round(float(error.mean()), 5),
+        "worst_mass_error": round(float(np.abs(p.sum(1) - q.sum(1)).max()), 6),
+        "mean_kl_nats": float(f"{np.mean((p * np.log(p / q)).sum(1)):.3e}"),
+        "top1_agreement": round(float((block.topk_ids[:, 0] == back.topk_ids[:, 0]).mean()), 5),
+    }
+
+
+def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, quick: bool) -> dict[str, Any]:
+    k, vocab = spec.top_k, spec.tokenizer.vocab_size
+    variants: dict[str, tuple[Any, dict[str, Any]]] = {"open (as shipped)": (OpenCodec(k), {})}
+    variants["compact (as shipped)"] = (get_codec("compact", k, vocab), {})
+    if not quick:
+        for level in (1, 3, 9, 15):
+            variants[f"zstd {level}"] = (OpenCodec(k), {"compression_level": level})
+        variants["snappy"] = (OpenCodec(k), {"compression": "snappy", "compression_level": None})
+        variants["no compression"] = (OpenCodec(k), {"compression": "none", "compression_level": None})
+        variants["ids plain"] = (OpenCodec(k), {"column_encoding": {IDS: "PLAIN"}})
+        variants["ids delta"] = (OpenCodec(k), {"column_encoding": {IDS: "DELTA_BINARY_PACKED"}})
+        variants["ids dictionary"] = (OpenCodec(k), {"use_dictionary": [IDS], "dictionary_pagesize_limit": 2**22})
+        variants["log-probabilities plain"] = (OpenCodec(k), {"column_encoding": {LOGPROBS: "PLAIN"}})
+        variants["log-probabilities dictionary"] = (
+            OpenCodec(k),
+            {"use_dictionary": [LOGPROBS], "dictionary_pagesize_limit": 2**22},
+        )
+        variants["real float16"] = (HalfCodec(k), {})
+        variants["list of lists"] = (ListCodec(k), {})
+        for size in (2**16, 2**18, 2**22, 2**24):
+            variants[f"pages of {size // 1024} KiB"] = (OpenCodec(k), {"data_page_size": size})
+        for group in (4096, 8192, 65536):
+            variants[f"row groups of {group} rows"] = (OpenCodec(k), {"group": group})
+    found = {}
+    for name, (codec, options) in variants.items():
+        found[name] = measure(codec, records, folder, **options)
+        print(
+            f"{vocab:7,}  {name:32} {found[name]['bytes_per_row']:7.1f} B/row  {found[name]['decode_rows_per_s']:9,} rows/s",
+            flush=True,
+        )
+    return {
+        "vocab_size": vocab,
+        "variants": found,
+        "columns_open": columns_of(records, spec, "open", folder),
+        "columns_compact": columns_of(records, spec, "compact", folder),
+        "distillkit_id_packing": packed_ids(records, vocab),
+        "compact_loss": compact_loss(spec, records),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--rows", type=int, default=24_000)
+    parser.add_argument("--quick", action="store_true", help="only the two layouts as shipped")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "encodings.json")
+    args = parser.parse_args()
+    spec, records = load(args.url, args.rows)
+    for record in records:
+        check_record(record, vocab_size=spec.tokenizer.vocab_size, top_k=spec.top_k)
+    rows = sum(len(r.row_pos) for r in records)
+    large = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"vocab_size": LARGE_VOCAB})})
+    with tempfile.TemporaryDirectory() as name:
+        result = {
+            "teacher": spec.teacher.name,
+            "rows": rows,
+            "records": len(records),
+            "top_k": spec.top_k,
+            "machine": f"{platform.machine()}, {platform.processor() or 'CPU'}, pyarrow {pa.__version__}, numpy {np.__version__}",
+            "taken": time.strftime("%Y-%m-%d"),
+            "real": study(spec, records, Path(name), args.quick),
+            "large_vocabulary": study(
+                large, with_large_vocabulary(records, spec.tokenizer.vocab_size), Path(name), True
+            ),
+        }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({k: v for k, v in result["real"].items() if k != "variants"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

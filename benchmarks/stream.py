@@ -1,0 +1,120 @@
+"""How fast `stream()` reads from an S3 server, and in how much memory.
+
+    python benchmarks/stream.py [--gib 5] [--seconds 60] [--server localbucket] [--keep FOLDER]
+
+Fills a cache with synthetic rows (K = 100, vocabulary 49,152; one shard's file is uploaded under many shard ids, so filling
+is cheap and reading is not), starts an S3 server on this machine, and streams with shuffling for the given time in a
+process of its own. The server shares the machine's cores. Prints rows a second and the reader's peak resident memory;
+results: benchmarks/results/stream.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+
+import teachercache
+from teachercache.synthetic import synthetic_record, synthetic_spec
+from tests.servers import serve
+
+DOCUMENT = 1024
+
+
+def fill(url: str, gib: float) -> tuple[int, int]:
+    """Commit shards of about 64 MiB until the cache holds `gib`. Returns bytes and rows."""
+    spec = synthetic_spec(vocab_size=49_152, top_k=100)
+    writer = teachercache.create(url, spec)
+    rng = np.random.default_rng(0)
+    base = [synthetic_record(rng, spec, "", length=DOCUMENT) for _ in range(180)]
+    size = rows = shard = 0
+    while size < gib * 2**30:
+        # Other tokens and other ids, so that no two documents are equal; the rows behind them may be.
+        records = (
+            dataclasses.replace(r, doc_id=f"{shard}-{i}", input_ids=(r.input_ids + shard) % 49_152)
+            for i, r in enumerate(base)
+        )
+        done = writer.commit(f"s{shard:05d}", records)
+        size, rows, shard = size + done.bytes, rows + done.rows, shard + 1
+    writer.publish()
+    return size, rows
+
+
+def read(url: str, seconds: float, out: multiprocessing.Queue[dict[str, float]]) -> None:
+    cache = teachercache.open(url)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with cache.stream(seed=1) as stream:
+        opened = time.perf_counter()
+        next(stream)
+        first = time.perf_counter() - opened
+        rows, touched, began = 0, 0.0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            record = next(stream)
+            rows += len(record.row_pos)
+            touched += float(record.topk_logprobs[0, 0]) + int(record.topk_ids[-1, -1])
+        elapsed = time.perf_counter() - began
+    out.put(
+        {
+            "rows_per_s": round(rows / elapsed),
+            "seconds": round(elapsed, 1),
+            "first_record_s": round(first, 2),
+            "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+            "rss_before_mib": round(before / 1024),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--server", choices=["localbucket", "moto"], default="localbucket")
+    parser.add_argument("--keep", type=Path, help="folder of the server's data; re-used when it holds a cache")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "stream.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temp, serve(args.server, (args.keep or Path(temp)) / "s3") as server:
+        os.environ.update(server.env())
+        url = "s3://bench-stream/cache"
+        try:
+            manifest = teachercache.open(url).manifest
+        except teachercache.errors.TeacherCacheError:
+            server.new_bucket("bench-stream")
+            print(f"filling {args.gib} GiB", flush=True)
+            fill(url, args.gib)
+            manifest = teachercache.open(url).manifest
+        context = multiprocessing.get_context("spawn")
+        queue: multiprocessing.Queue[dict[str, float]] = context.Queue()
+        reader = context.Process(target=read, args=(url, args.seconds, queue))
+        reader.start()
+        result = queue.get(timeout=args.seconds + 120)
+        reader.join()
+    size = sum(f.size for f in manifest.files)
+    result |= {
+        "cache_gib": round(size / 2**30, 2),
+        "cache_rows": manifest.rows,
+        "bytes_per_row": round(size / manifest.rows, 1),
+        "server": args.server,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "load_before": os.getloadavg()[0],
+        "taken": time.strftime("%Y-%m-%d"),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
