@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +32,7 @@ def recorded_output(seed: int, chunks: int):
     values = torch.cat([logprobs.gather(1, target[:, None]), top.values], dim=1)
     ranks = (logprobs >= values[:, :1]).sum(dim=1).to(torch.int32)
     edges = np.linspace(0, N - 1, chunks + 1).astype(int)
-    prompt = [LogprobsTensors(ids[a:b], values[a:b], ranks[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    prompt = [LogprobsTensors(ids[a:b], values[a:b], ranks[a:b]) for a, b in pairwise(edges)]
     last = LogprobsLists(ids[-1:].numpy(), values[-1:].numpy(), ranks[-1:].numpy(), None)
     return input_ids.numpy().astype(np.int32), prompt, last
 
@@ -52,9 +53,7 @@ def through_front_end(prompt, last, *, fast: bool, flat: bool = True):
             EngineCoreOutput(request_id="1", new_token_ids=[], new_prompt_logprobs_tensors=tensors)
         )
     processor.update_from_output(
-        EngineCoreOutput(
-            request_id="1", new_token_ids=[7], new_prompt_logprobs_tensors=prompt[-1], new_logprobs=last
-        )
+        EngineCoreOutput(request_id="1", new_token_ids=[7], new_prompt_logprobs_tensors=prompt[-1], new_logprobs=last)
     )
     completion = SimpleNamespace(logprobs=processor.logprobs, finish_reason="length")
     return SimpleNamespace(prompt_logprobs=processor.prompt_logprobs, outputs=[completion])
