@@ -2,7 +2,7 @@
 
     python benchmarks/stream.py [--gib 5] [--seconds 60] [--server localbucket] [--keep FOLDER]
 
-Fills a cache with synthetic rows (K = 100, vocabulary 49,152; one shard's file is uploaded under many shard ids, so filling
+Fills a cache with synthetic rows (K = 100, vocabulary 49,152; one shard's file stands under many shard ids, so that filling
 is cheap and reading is not), starts an S3 server on this machine, and streams with shuffling for the given time in a
 process of its own. The server shares the machine's cores. Prints rows a second and the reader's peak resident memory;
 results: benchmarks/results/stream.json.
@@ -11,7 +11,7 @@ results: benchmarks/results/stream.json.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
@@ -20,6 +20,7 @@ import resource
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -27,29 +28,39 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import teachercache
+from teachercache import layout
+from teachercache.document import seal
 from teachercache.synthetic import synthetic_record, synthetic_spec
 from tests.servers import serve
 
 DOCUMENT = 1024
 
 
-def fill(url: str, gib: float) -> tuple[int, int]:
-    """Commit shards of about 64 MiB until the cache holds `gib`. Returns bytes and rows."""
+def fill(url: str, gib: float) -> None:
+    """Commit one shard of about 64 MiB honestly, then put its bytes under other shard ids until `gib` are there.
+
+    Only the names in the footer change (same length, not compressed). Documents repeat, which `publish` would refuse, so
+    the manifest is written here.
+    """
     spec = synthetic_spec(vocab_size=49_152, top_k=100)
     writer = teachercache.create(url, spec)
     rng = np.random.default_rng(0)
-    base = [synthetic_record(rng, spec, "", length=DOCUMENT) for _ in range(180)]
-    size = rows = shard = 0
-    while size < gib * 2**30:
-        # Other tokens and other ids, so that no two documents are equal; the rows behind them may be.
-        records = (
-            dataclasses.replace(r, doc_id=f"{shard}-{i}", input_ids=(r.input_ids + shard) % 49_152)
-            for i, r in enumerate(base)
-        )
-        done = writer.commit(f"s{shard:05d}", records)
-        size, rows, shard = size + done.bytes, rows + done.rows, shard + 1
-    writer.publish()
-    return size, rows
+    shard, attempt = "s00000", writer.new_attempt("s00000")
+    writer.commit(shard, (synthetic_record(rng, spec, f"d{i}", length=DOCUMENT) for i in range(200)), attempt=attempt)
+    first = writer.publish()
+    entry = first.files[0]
+    data = writer.store.read(entry.path)
+    files = [entry]
+    while sum(f.size for f in files) < gib * 2**30:
+        name, other = f"s{len(files):05d}", uuid.uuid4().hex
+        copy = data.replace(shard.encode(), name.encode()).replace(attempt.attempt.encode(), other.encode())
+        path = entry.path.replace(shard, name).replace(attempt.attempt, other)
+        writer.store.create(path, copy)
+        digest = hashlib.sha256(copy).hexdigest()
+        files.append(entry.model_copy(update={"path": path, "sha256": digest, "shard_id": name}))
+    sums = {n: sum(getattr(f, n) for f in files) for n in ("rows", "tokens", "records", "documents")}
+    manifest = first.model_copy(update={"number": 2, "files": files, "publisher": uuid.uuid4().hex, **sums})
+    writer.store.create(layout.manifest_path(2), seal(manifest))
 
 
 def read(url: str, seconds: float, out: multiprocessing.Queue[dict[str, float]]) -> None:

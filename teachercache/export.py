@@ -119,6 +119,6 @@ followed. Exported from a teachercache, manifest {data["manifest"]} of {data["cr
 | target_logprob | list<float>[r] | log-probability of the token that follows; null where it lies outside |
 | loss_mask | list<bool>[r] | false where the next token must not be learnt |
 
-Teacher: `{teacher["name"]}` revision `{teacher["revision"]}`, engine {teacher["engine"]}, {teacher["dtype"]}, head in {teacher["head_dtype"]}; the full
-identity is in teacher.json. The texts keep the licences of their sources; see the meta_ columns.
+Teacher: `{teacher["name"]}` revision `{teacher["revision"]}`, engine {teacher["engine"]}, {teacher["dtype"]}, head in
+{teacher["head_dtype"]}; the full identity is in teacher.json. Texts keep the licences of their sources; see the meta_ columns.
 """

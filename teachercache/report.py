@@ -21,7 +21,7 @@ from teachercache.show import summary
 
 Floats = npt.NDArray[np.float64]
 SAMPLE_FILES = 64
-WIDTH, HEIGHT, LEFT, BOTTOM = 520, 210, 52, 34  # of one plot, in SVG units
+WIDTH, HEIGHT, LEFT, BOTTOM = 400, 190, 42, 34  # of one plot, in SVG units
 
 
 @dataclass
@@ -234,10 +234,11 @@ def histogram(values: Floats, title: str, unit: str, *, low: float, high: float 
 def bars(items: Sequence[tuple[str, float, str]]) -> str:
     """(name, share of the longest, label) as horizontal bars in plain HTML."""
     longest = max((share for _, share, _ in items), default=1.0) or 1.0
-    return '<div class="bars">' + "".join(
-        f'<span>{html.escape(name)}</span><div><i style="width:{100 * share / longest:.1f}%"></i></div><em>{html.escape(label)}</em>'
-        for name, share, label in items
-    ) + "</div>"  # fmt: skip
+    cells = []
+    for name, share, label in items:
+        bar = f'<i style="width:{100 * share / longest:.1f}%"></i>'
+        cells.append(f"<span>{html.escape(name)}</span><div>{bar}</div><em>{html.escape(label)}</em>")
+    return f'<div class="bars">{"".join(cells)}</div>'
 
 
 def _ticks(low: float, high: float) -> list[float]:
