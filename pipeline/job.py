@@ -67,8 +67,21 @@ def read_spec(url: str) -> CacheSpec:
         raise NotACache(f"{url}: expected a cache, found no spec.json; run the job first") from error
 
 
+def absolute(job: JobConfig) -> JobConfig:
+    """Local paths made absolute: actors may run in another folder than the driver."""
+    changed: dict[str, Any] = {}
+    if "://" not in job.cache:
+        changed["cache"] = str(Path(job.cache).expanduser().absolute())
+    template = job.recipe.chat.template
+    if template is not None:
+        chat = job.recipe.chat.model_copy(update={"template": str(Path(template).expanduser().absolute())})
+        changed["recipe"] = job.recipe.model_copy(update={"chat": chat})
+    return job.model_copy(update=changed)
+
+
 def prepare(job: JobConfig) -> Prepared:
     """Model, identity, tokenizer, plan; nothing is written."""
+    job = absolute(job)
     model = resolve_model(job.teacher)
     spec = build_spec(job, model)
     committed = check_cache(job, spec)
@@ -131,6 +144,7 @@ def run_job(
     Raises UsageError (nothing was started) or another TeacherCacheError (what is committed stays committed).
     """
     prepared = prepare(job)
+    job = prepared.job
     if on_planned is not None:
         on_planned(prepared)
     writer = teachercache.create(job.cache, prepared.spec, tokenizer_files=prepared.model)

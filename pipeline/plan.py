@@ -262,7 +262,7 @@ def make_plan(
         shards = mark_duplicates(job, shards, committed)
     stored = {
         "corpora": [c.model_dump(mode="json") for c in job.corpora],
-        "recipe": job.recipe.model_dump(mode="json"),
+        "recipes": [recipe_of(job, c)["recipe"] for c in job.corpora],
         "recipe_digests": [recipe_digest(job, c) for c in job.corpora],
     }
     plan = Plan(spec_digest=spec_digest, created=utc_now(), job=stored, shards=shards)

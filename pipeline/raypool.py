@@ -52,6 +52,10 @@ class TeacherActor:
 
         job_tree, model_path, spec_tree, plan_digest, journal = self._arguments
         job = JobConfig.model_validate(job_tree)
+        if not os.path.isdir(model_path):  # a hub id was fetched on the driver's node: fetch it here as well
+            from pipeline.identity import resolve_model
+
+            model_path = str(resolve_model(job.teacher))
         threads = job.teacher.threads or max(1, (os.cpu_count() or 2) // max(1, _actors_per_node(job)))
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._worker = ShardWorker(

@@ -114,6 +114,7 @@ class ShardWorker:
     def run(self, task: ShardTask) -> Receipt:
         """Does a shard and commits it.  Whatever is raised, nothing that a reader can see was written."""
         began, shard = time.monotonic(), task.shard
+        busy, scored_before = self.loop.busy_s, self.loop.tokens
         drops: Counter[str] = Counter()
         broken: dict[str, list[str]] = {}
         provenance: dict[str, Any] = {}
@@ -132,8 +133,10 @@ class ShardWorker:
                     broken.setdefault(reason, []).append(record.doc_id)
             attempt.finish()
             attempt.upload()
-            seconds = time.monotonic() - began
-            provenance.update(self._provenance(seconds))
+            # shards overlap: engine time is shared out by tokens
+            share = sum(e.tokens for e in attempt.entries) / max(1, self.loop.tokens - scored_before)
+            teacher_seconds = min(1.0, share) * (self.loop.busy_s - busy)
+            provenance.update(self._provenance(time.monotonic() - began, teacher_seconds))
             result = attempt.commit(drops=drops, provenance=provenance)
         if result.won:
             self._name_broken(shard.shard_id, broken)
@@ -269,7 +272,7 @@ class ShardWorker:
                 documents=names[:QUARANTINE_NAMES],
             )
 
-    def _provenance(self, seconds: float) -> dict[str, Any]:
+    def _provenance(self, seconds: float, teacher_seconds: float) -> dict[str, Any]:
         return {
             **self.loop.teacher.provenance,
             "plan": self.plan_digest,
@@ -277,7 +280,7 @@ class ShardWorker:
             "python": platform.python_version(),
             "threads": os.environ.get("OMP_NUM_THREADS"),
             "shard_seconds": round(seconds, 3),
-            "teacher_seconds": round(seconds, 3),
+            "teacher_seconds": round(teacher_seconds, 3),
             "max_model_len": self.job.teacher.max_model_len,
         }
 

@@ -54,9 +54,10 @@ class Encoder:
     def __init__(self, job: JobConfig, model_path: str | Path, spec: TokenizerSpec | None = None) -> None:
         self.job = job
         spec = spec or fingerprint_tokenizer(model_path)
-        self.backend: Any = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
-        self.backend.no_padding()
-        self.backend.no_truncation()
+        # two instances: whether markup is read as special tokens is a state, and shards of both kinds may overlap
+        self.backend: Any = _load(model_path)
+        self._text_backend: Any = _load(model_path)
+        self._text_backend.encode_special_tokens = job.recipe.special_text == "as_text"
         self.bos_id, self.eos_id, self.vocab_size = spec.bos_id, spec.eos_id, spec.vocab_size
         added = self.backend.get_added_tokens_decoder()
         self.special_tokens = [t.content for t in added.values() if t.special and t.content]
@@ -113,10 +114,9 @@ class Encoder:
 
     def _plain(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of raw texts, no special tokens added."""
-        self.backend.encode_special_tokens = self.job.recipe.special_text == "as_text"
         return [
             np.asarray(e.ids, dtype=np.int32)
-            for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            for e in self._text_backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def tokens(self, documents: Sequence[Document]) -> list[Tokens | Dropped]:
@@ -175,7 +175,6 @@ class Encoder:
             text, parts = assistant_spans(messages, self.render, self.special_tokens, document.tools)
         else:
             text, parts = self.render(messages, tools=document.tools), []
-        self.backend.encode_special_tokens = False
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids = np.asarray(encoding.ids, dtype=np.int32)
         if not ids.size:
@@ -243,6 +242,13 @@ class Encoder:
                 ordinal=document.ordinal,
                 meta=document.meta,
             )
+
+
+def _load(model_path: str | Path) -> Any:
+    tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def mask_of_spans(offsets: np.ndarray, parts: Sequence[tuple[int, int]]) -> np.ndarray:
