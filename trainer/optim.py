@@ -195,7 +195,7 @@ def adamw_update(
     exp_avg_sq.copy_(v)
     if master is not None:
         master.copy_(weight)
-        parameter.copy_(weight)
+        parameter.copy_(split_float32(weight)[0])
     elif low is not None:
         high, rest = split_float32(weight)
         parameter.copy_(high)
@@ -207,7 +207,10 @@ def adamw_update(
 
 
 def split_float32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 -> (bf16 nearest to it, int16 rest); join_float32 gives back the same bits."""
+    """float32 -> (bf16 nearest to it, int16 rest); join_float32 gives back the same bits.
+
+    Halves are rounded away from zero: rounding to even would need a rest of +32,768, which int16 lacks.
+    """
     bits = value.view(torch.int32)
     high = (bits + 0x8000) >> 16
     low = (bits - (high << 16)).to(torch.int16)

@@ -1,0 +1,139 @@
+"""What goes wrong outside costs a pause or one clear line: an absent store, a corrupted file, wrong credentials."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from teachercache.errors import TeacherCacheError
+from tests.servers import serve
+from tests.trainer import runs, tiny
+from trainer import loop
+from trainer.config import load_config
+from trainer.patience import is_outage, patiently
+
+AWAY_S = float(os.environ.get("TEACHERCACHE_TEST_OUTAGE_S", "4"))
+"""How long the S3 server stays away; 30 to repeat the figure of the promise."""
+
+
+def settings(cache: str, student: Path, output: str) -> dict[str, Any]:
+    return {
+        "cache": cache,
+        "student": str(student),
+        "output": output,
+        "data": {"seq_len": 64, "block_sequences": 1, "blocks_per_flush": 1, "prefetch": 1},
+        "optim": {"lr": 1e-3},
+        "train": {"threads": 1, "epochs": 4},
+        "checkpoint": {"every_steps": 10},
+        "log": {"tensorboard": False},
+    }
+
+
+def server_pid(endpoint: str) -> int:
+    """The process that listens on an endpoint's port."""
+    port = int(endpoint.rsplit(":", 1)[1])
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return connection.pid
+    raise AssertionError(f"nobody listens on {endpoint}")
+
+
+def test_an_s3_server_that_goes_away_costs_a_pause(
+    teacher: Path, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's process is stopped (SIGSTOP: connections hang, as with a dead host) and continued later."""
+    with serve("moto", tmp_path / "s3") as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        bucket = server.new_bucket()
+        url = tiny.make_cache(f"{bucket}/cache", teacher, documents=30)
+        config = load_config(
+            runs.write_config(tmp_path / "train.yaml", **settings(url, student, f"{bucket}/run")), []
+        )  # fmt: skip
+        calls = 0
+        real = loop.Step.run
+        pid = server_pid(server.endpoint)
+
+        def run(self: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 8:
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(AWAY_S, os.kill, (pid, signal.SIGCONT)).start()
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(loop.Step, "run", run)
+        started = time.monotonic()
+        summary = loop.fit(config)
+        seconds = time.monotonic() - started
+    print(f"{summary['steps']} steps in {seconds:.1f} s, the store away for {AWAY_S:.0f} s of them")
+    assert summary["data"]["documents"] == 4 * 30
+    assert calls == summary["steps"]
+
+
+def test_a_store_that_stays_away_is_given_up_after_the_stated_patience() -> None:
+    def fail() -> None:
+        raise ConnectionRefusedError("nobody listens")
+
+    started = time.monotonic()
+    with pytest.raises(ConnectionRefusedError):
+        patiently(fail, patience_s=0.3, what="reading", first_wait_s=0.1)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("error", "outage"),
+    [
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (OSError(5, "input/output error"), True),
+        (FileNotFoundError(2, "no such file"), False),
+        (PermissionError(13, "denied"), False),
+        (ValueError("a bug"), False),
+        (TeacherCacheError("something is wrong"), False),
+    ],
+)
+def test_an_outage_is_told_from_an_error(error: Exception, outage: bool) -> None:
+    assert is_outage(error) is outage
+    wrapped = TeacherCacheError("could not read")
+    wrapped.__cause__ = error
+    assert is_outage(wrapped) is outage
+
+
+def test_a_corrupted_file_stops_with_its_name(teacher: Path, student: Path, tmp_path: Path) -> None:
+    url = tiny.make_cache(str(tmp_path / "cache"), teacher, documents=30)
+    victim = sorted((tmp_path / "cache").rglob("split=train/**/*.parquet"))[0]
+    content = bytearray(victim.read_bytes())
+    for position in range(100, len(content) - 2000, 97):
+        content[position] ^= 0xFF
+    victim.chmod(0o644)
+    victim.write_bytes(content)
+    config = load_config(runs.write_config(tmp_path / "t.yaml", **settings(url, student, str(tmp_path / "run"))), [])
+    with pytest.raises(TeacherCacheError, match=victim.name):
+        loop.fit(config)
+
+
+def test_wrong_credentials_fail_before_the_model_loads(
+    teacher: Path, student: Path, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = tiny.make_cache(f"{s3_url}/cache", teacher, documents=5)
+    config = load_config(runs.write_config(tmp_path / "t.yaml", **settings(url, student, str(tmp_path / "run"))), [])
+
+    def denied(*_arguments: Any, **_options: Any) -> Any:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr("s3fs.S3FileSystem._cat_file", denied)
+    monkeypatch.setattr("s3fs.S3FileSystem._info", denied)
+    monkeypatch.setattr("s3fs.S3FileSystem._ls", denied)
+    monkeypatch.setattr(loop, "load_for_training", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(TeacherCacheError, match=r"denied|credentials|Access") as caught:
+        loop.fit(config)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
