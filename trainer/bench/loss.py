@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,17 +102,21 @@ Method = Callable[[Case], Tensor]
 
 def methods() -> dict[str, Method]:
     """Name to callable: ours, then the peers that are installed."""
-    found: dict[str, Method] = {}
-    for name in ("fused", "forward_chunked", "dense"):
-        found[name] = lambda c, name=name: kl_loss(c.hidden, c.head_weight, c.rows, method=name, validate=False)
-    found["fused_recompute"] = lambda c: kl_loss(c.hidden, c.head_weight, c.rows, recompute=True, validate=False)
+
+    def ours(case: Case, **options: Any) -> Tensor:
+        return kl_loss(case.hidden, case.head_weight, case.rows, validate=False, **options)
+
+    found: dict[str, Method] = {name: partial(ours, method=name) for name in ("fused", "forward_chunked", "dense")}
+    found["fused_recompute"] = partial(ours, recompute=True)
     if importlib.util.find_spec("benchmarks") and importlib.util.find_spec("benchmarks.closed_form"):
         from benchmarks.closed_form import closed_form_loss
 
-        for name, lean in (("closed_form", False), ("closed_form_lean", True)):
-            found[name] = lambda c, lean=lean: closed_form_loss(  # type: ignore[misc]
-                c.hidden, c.head_weight, c.rows.topk_ids, c.rows.topk_logprobs, chunk_size=4096, lean=lean
-            )
+        def closed_form(case: Case, lean: bool) -> Tensor:
+            rows = case.rows
+            return closed_form_loss(case.hidden, case.head_weight, rows.topk_ids, rows.topk_logprobs, lean=lean)
+
+        found["closed_form"] = partial(closed_form, lean=False)
+        found["closed_form_lean"] = partial(closed_form, lean=True)
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
@@ -133,7 +138,7 @@ def _clear_grads(case: Case) -> None:
 
 def _step(case: Case, method: Method) -> None:
     _clear_grads(case)
-    method(case).backward()
+    method(case).backward()  # type: ignore[no-untyped-call]
 
 
 class _PeakMemory:
@@ -171,7 +176,7 @@ def time_ms(step: Callable[[], None], device: torch.device, repeats: int) -> flo
     times = []
     for _ in range(repeats):
         if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             begin.record()
             step()
@@ -182,7 +187,7 @@ def time_ms(step: Callable[[], None], device: torch.device, repeats: int) -> flo
             began = time.perf_counter()
             step()
             times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measure(name: str, method: Method, case: Case, repeats: int) -> tuple[float | None, float | None, str]:
@@ -214,8 +219,9 @@ def gradient_errors(method: Method, case: Case) -> tuple[float, float]:
         return Case(hidden, case.head_weight.detach().to(dtype).requires_grad_(), case.rows[:n], case.labels[:n])
 
     small, exact = cut(case.hidden.dtype), cut(torch.float64)
-    method(small).backward()
-    kl_loss(exact.hidden, exact.head_weight, exact.rows, method="forward_chunked", validate=False).backward()
+    method(small).backward()  # type: ignore[no-untyped-call]
+    truth = kl_loss(exact.hidden, exact.head_weight, exact.rows, method="forward_chunked", validate=False)
+    truth.backward()  # type: ignore[no-untyped-call]
     errors = []
     for ours, theirs in ((small.hidden, exact.hidden), (small.head_weight, exact.head_weight)):
         assert ours.grad is not None

@@ -272,7 +272,7 @@ def fused_loss(
     # bf16 and float32 hold the mean's gradient; fp16 would flush it to zero (see FP16_SCALE).
     scale = torch.full_like(loss_scale, FP16_SCALE) if hidden.dtype == torch.float16 else loss_scale
     row_scale = scale.expand(len(rows)) if rows.valid is None else rows.valid * scale
-    loss, *_ = fused_kl(
+    loss: Tensor = fused_kl(
         hidden,
         head_weight,
         bias,
@@ -297,5 +297,5 @@ def fused_loss(
         need_weight,
         grad_enabled and bias is not None and bias.requires_grad,
         recompute,
-    )
+    )[0]
     return loss

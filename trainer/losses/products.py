@@ -38,9 +38,9 @@ def weight_grad(grad_logits: Tensor, hidden: Tensor, out: Tensor, accumulate: bo
             torch.mm(left, hidden, out=out)
     elif out.is_cuda:
         if accumulate:
-            torch.addmm(out, left, hidden, out_dtype=out.dtype, out=out)  # type: ignore[call-overload]
+            torch.addmm(out, left, hidden, out_dtype=out.dtype, out=out)
         else:
-            torch.mm(left, hidden, out_dtype=out.dtype, out=out)  # type: ignore[call-overload]
+            torch.mm(left, hidden, out_dtype=out.dtype, out=out)
     else:
         left, hidden = left.to(out.dtype), hidden.to(out.dtype)
         if accumulate:
