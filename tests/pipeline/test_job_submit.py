@@ -65,7 +65,12 @@ def test_submit_interrupt_stop_and_resume(job_file, tmp_path, monkeypatch):
             write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)])
             for i in range(3)
         ]
-        job = job_file(f"{bucket}/cache", files, teacher={"engine_args": {"delay_s": 0.5}}, run={"executor": "ray"})
+        job = job_file(
+            f"{bucket}/cache",
+            files,
+            teacher={"engine_args": {"delay_s": 3.0}},
+            run={"executor": "ray", "shard_bytes": 1000},
+        )
         clean = {k: v for k, v in environment().items() if not k.startswith("AWS_") and k != "PYTHONPATH"}
         clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
         runtime_env = {"env_vars": server.env()}  # the only place where the credentials are
