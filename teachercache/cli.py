@@ -65,7 +65,7 @@ def opened(url: str, manifest: int | None = None) -> Cache:
         warnings.simplefilter("always", IncompleteCacheWarning)
         cache = open_cache(url, manifest)
     for warning in caught:
-        err.print(f"[yellow]warning:[/] {warning.message}")
+        err.print(f"[yellow]warning:[/] {warning.message}", soft_wrap=True)
     return cache
 
 
@@ -194,9 +194,10 @@ def head(
     A blank is shown as a middle dot. `next` is what really followed, dim where the loss leaves it out.
     """
     cache = opened(url, manifest)
+    cache.files(split, source)  # a wrong name ends here, in one line
     text = show.TokenText(cache)
     if text.note:
-        err.print(f"[yellow]note:[/] {text.note}")
+        err.print(f"[yellow]note:[/] {text.note}", soft_wrap=True)
     top = min(top, cache.spec.top_k)
     shown = []
     for record in cache.records(split, source, limit=records):

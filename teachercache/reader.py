@@ -132,8 +132,28 @@ class Cache:
                             left -= 1
                             yield block.record(j)
 
-    def stream(self, split: str = "train", seed: int = 0, **options: Any) -> RecordStream:
+    def stream(
+        self,
+        split: str = "train",
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        state: Mapping[str, Any] | None = None,
+        *,
+        source: str | None = None,
+        shuffle: bool = True,
+        repeat: bool = True,
+        columns: Collection[str] | None = None,
+        prefetch: int = 4,
+        shuffle_groups: int = 8,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 64 * 2**30,
+    ) -> RecordStream:
         """An endless, shuffled, prefetching stream that resumes exactly; see `teachercache.stream.RecordStream`."""
         from teachercache.stream import RecordStream
 
-        return RecordStream(self, split=split, seed=seed, **options)
+        return RecordStream(
+            self, split=split, source=source, seed=seed, rank=rank, world_size=world_size, state=state, shuffle=shuffle,
+            repeat=repeat, columns=columns, prefetch=prefetch, shuffle_groups=shuffle_groups, cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
+        )  # fmt: skip

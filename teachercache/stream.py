@@ -15,6 +15,7 @@ whole epoch: neighbours in a file still meet more often than chance.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterator, Mapping
@@ -57,7 +58,7 @@ class RecordStream(Iterator[Record]):
         columns: Collection[str] | None = None,
         prefetch: int = 4,
         shuffle_groups: int = 8,
-        cache_dir: str | Path | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 64 * 2**30,
     ) -> None:
         """

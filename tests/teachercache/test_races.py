@@ -59,6 +59,36 @@ def test_two_processes_racing_on_one_cache_lose_nothing_and_never_shrink_it(any_
     assert found.records == 32
 
 
+# A process that optimises and collects, again and again. argv: url.
+KEEPER = """
+import sys, teachercache
+from teachercache.gc import collect
+from teachercache.optimize import optimize
+from teachercache.synthetic import synthetic_spec
+spec = synthetic_spec()
+writer = teachercache.create(sys.argv[1], spec, probe=False)
+for _ in range(4):
+    optimize(writer)
+    collect(writer.store, spec, dry_run=False)
+"""
+
+
+def test_one_process_appends_while_another_optimises_and_collects(any_s3_url):
+    url = f"{any_s3_url}/cache"
+    teachercache.create(url, SPEC).commit("first", synthetic_records(SPEC, 4, seed=99, prefix="first"))
+    appender = start(url, json.dumps(list(range(6))))
+    keeper = subprocess.Popen([sys.executable, "-c", KEEPER, url])
+    appender.communicate(timeout=120)
+    assert (appender.returncode, keeper.wait(120)) == (0, 0)
+    store = Store.open(url)
+    newest = teachercache.create(url, SPEC, probe=False).publish()
+    documents = [r.doc_id for r in teachercache.open(url).records(columns={"doc_id"})]
+    assert len(documents) == len(set(documents)) == 28
+    for number in manifest_numbers(store):
+        assert len(list(teachercache.open(url, number).records(columns={"doc_id"}))) <= 28, "older pins still read"
+    assert verify(store, SPEC, newest).problems == []
+
+
 def test_16_writers_of_one_object_have_one_winner(any_url):
     store = Store.open(any_url)
 

@@ -1,0 +1,137 @@
+"""The command line: what it prints, in which form, with which exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import teachercache
+from teachercache.cli import main
+from teachercache.document import utc_now
+from teachercache.plan import Plan, PlanShard
+from teachercache.synthetic import synthetic_records, synthetic_spec
+
+SPEC = synthetic_spec()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    writer = teachercache.create(tmp_path / "team" / "cache", SPEC)
+    writer.commit("a", synthetic_records(SPEC, 6, seed=1, prefix="a"), drops={"empty": 2})
+    writer.commit("b", synthetic_records(SPEC, 3, seed=2, prefix="b", split="heldout", source="web"))
+    writer.publish()
+    return tmp_path / "team" / "cache"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """run("ls", url) -> (exit status, stdout, stderr)"""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["teachercache", *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call
+
+
+def test_ls_finds_caches_below_a_prefix(cache, run, tmp_path):
+    code, out, _ = run("ls", tmp_path, "--json")
+    assert code == 0
+    (found,) = json.loads(out)
+    assert (found["teacher"], found["manifest"], found["state"]) == ("synthetic", 1, "complete")
+    assert found["url"].endswith("/team/cache")
+    assert "synthetic" in run("ls", cache)[1]
+
+
+def test_ls_files_prints_paths_that_exist(cache, run):
+    code, out, _ = run("ls", cache, "--files", "--split", "heldout")
+    assert code == 0
+    (line,) = out.splitlines()
+    assert Path(line).read_bytes()[:4] == b"PAR1"
+
+
+def test_show_says_who_the_teacher_is_and_what_there_is(cache, run):
+    code, out, _ = run("show", cache, "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert (data["records"], data["drops"], data["complete"]) == (9, {"empty": 2}, True)
+    assert [(p["split"], p["source"], p["records"]) for p in data["parts"]] == [
+        ("heldout", "web", 3),
+        ("train", "default", 6),
+    ]
+    assert "synthetic" in run("show", cache)[1]
+
+
+def test_head_shows_the_teachers_best_tokens(cache, run):
+    code, out, _ = run("head", cache, "--json", "-n", 2, "-p", 3, "--split", "train")
+    shown = json.loads(out)
+    assert code == 0
+    assert [r["doc_id"] for r in shown] == ["a-00000", "a-00001"]
+    best = [b["probability"] for b in shown[0]["rows"][0]["best"]]
+    assert len(best) == 5
+    assert best == sorted(best, reverse=True)
+    assert run("head", cache)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("show", "{tmp}/nowhere"), "not a teacher cache"),
+        (("ls", "{tmp}/nowhere"), "there is no cache"),
+        (("show", "{cache}", "--manifest", "9"), "has no manifest 9"),
+        (("head", "{cache}", "--split", "dev"), "its splits: heldout, train"),
+        (("show", "gopher://x"), "gopher:// is not supported"),
+        (("show", "s3:///x"), "names no bucket"),
+        (("optimize", "{cache}", "--codec", "zip"), "codec 'zip' is unknown"),
+        (("gc", "{cache}", "--grace-days", "0"), "would collect running uploads"),
+    ],
+)
+def test_misuse_is_one_clear_line_and_exit_status_2(cache, run, tmp_path, args, says):
+    code, out, err = run(*(a.format(tmp=tmp_path, cache=cache) for a in args))
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert out == ""
+
+
+def test_an_unknown_option_is_misuse(cache, run):
+    assert run("show", cache, "--frobnicate")[0] == 2
+
+
+def test_an_incomplete_cache_says_so_whoever_reads_it(cache, run):
+    writer = teachercache.create(cache, SPEC)
+    shards = [PlanShard(shard_id=s, source="default", input="x", input_digest="") for s in ("a", "missing")]
+    writer.put_plan(Plan(spec_digest=SPEC.digest, created=utc_now(), shards=shards))
+    writer.publish(allow_partial=True)
+    assert "1 of 2 planned shards" in run("show", cache, "--json")[2]
+    assert "1 of 2 planned shards" in run("ls", cache, "--files")[2]
+    with pytest.warns(UserWarning, match="is incomplete"):
+        teachercache.open(cache)
+
+
+def test_optimize_gc_report_and_export_work_from_the_command_line(cache, run, tmp_path):
+    code, out, _ = run("optimize", cache, "--json", "--without", "a-00001")
+    assert code == 0
+    assert json.loads(out)["removed"] == 1
+    code, out, _ = run("gc", cache, "--keep-manifests", 1)
+    assert code == 0
+    assert "would delete" in out
+    code, out, _ = run("gc", cache, "--keep-manifests", 1, "--delete", "--json")
+    assert json.loads(out)["manifests"] == ["manifests/00000001.json"]
+    assert run("report", cache, "--to", tmp_path / "r.html")[0] == 0
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert run("export", cache, "--to", tmp_path / "out")[0] == 0
+    assert run("verify", cache)[0] == 0
+
+
+def test_every_command_teaches_with_help(run):
+    for command in ("ls", "show", "head", "verify", "report", "export", "optimize", "gc"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert len(out) > 400

@@ -1,0 +1,160 @@
+"""One different byte in tokenizer, template, weights, config or K is another identity, named by its field."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import teachercache
+from teachercache import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
+from teachercache.errors import SpecMismatch, UsageError
+from teachercache.spec import CacheSpec, TeacherSpec
+from teachercache.synthetic import synthetic_records
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """A Hugging Face folder in miniature."""
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    words = ["<s>", "</s>", "hello", "world", *(chr(97 + i) for i in range(26))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<extra>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(
+        json.dumps({"hidden_size": 64, "transformers_version": "5.0", "rope_theta": 1e4})
+    )
+    (folder / "model.safetensors").write_bytes(bytes(range(256)))
+    return folder
+
+
+def spec_of(folder, top_k=8) -> CacheSpec:
+    return CacheSpec(
+        teacher=TeacherSpec(
+            name="t", weights_digest=fingerprint_weights(folder), config_digest=fingerprint_config(folder), dtype="float32",
+            engine="hf", head_dtype="float32",
+        ),
+        tokenizer=fingerprint_tokenizer(folder),
+        top_k=top_k,
+    )  # fmt: skip
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder):
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[100] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def change_vocabulary(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"hello"', '"hallo"'))
+
+
+def change_template(folder):
+    edit_json(folder / "tokenizer_config.json", chat_template="{{ messages}}")
+
+
+def change_config(folder):
+    edit_json(folder / "config.json", rope_theta=10001.0)
+
+
+def change_eos(folder):
+    edit_json(folder / "tokenizer_config.json", eos_token="<s>")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (change_weights, "teacher.weights_digest"),
+        (change_config, "teacher.config_digest"),
+        (change_vocabulary, "tokenizer.digest"),
+        (change_template, "tokenizer.chat_template_digest"),
+        (change_eos, "tokenizer.eos_id"),
+    ],
+)
+def test_one_byte_is_another_identity_and_its_field_is_named(teacher, tmp_path, change, field):
+    before = spec_of(teacher)
+    teachercache.create(tmp_path / "cache", before)
+    change(teacher)
+    after = spec_of(teacher)
+    assert after.digest != before.digest
+    with pytest.raises(SpecMismatch) as caught:
+        teachercache.create(tmp_path / "cache", after)
+    assert [d[0] for d in caught.value.differences] == [field]
+    assert field in str(caught.value)
+
+
+def test_another_k_is_another_identity(teacher):
+    assert [d[0] for d in spec_of(teacher, 8).differences(spec_of(teacher, 9))] == ["top_k"]
+
+
+def test_what_does_not_matter_does_not_move_the_identity(teacher):
+    before = spec_of(teacher)
+    edit_json(teacher / "config.json", transformers_version="6.1", _name_or_path="/elsewhere")
+    tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
+    tokenizer.enable_padding(length=7)
+    tokenizer.enable_truncation(99)
+    tokenizer.save(str(teacher / "tokenizer.json"))
+    path = teacher / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=1, sort_keys=True))
+    assert spec_of(teacher) == before
+
+
+def test_a_template_in_its_own_file_counts(teacher):
+    before = fingerprint_tokenizer(teacher).chat_template_digest
+    (teacher / "chat_template.jinja").write_text("{{ messages }}")
+    assert fingerprint_tokenizer(teacher).chat_template_digest == before
+    (teacher / "chat_template.jinja").write_text("{{ messages }}!")
+    assert fingerprint_tokenizer(teacher).chat_template_digest != before
+
+
+def test_the_vocabulary_size_counts_added_tokens(teacher):
+    spec = fingerprint_tokenizer(teacher)
+    assert spec.vocab_size == 31
+    assert (spec.bos_id, spec.eos_id, spec.pad_id, spec.special_ids) == (0, 1, None, (0, 1, 30))
+
+
+def test_weights_named_by_the_hubs_own_digest_are_not_read_again(teacher):
+    before = fingerprint_weights(teacher)
+    import hashlib
+
+    digest = hashlib.sha256((teacher / "model.safetensors").read_bytes()).hexdigest()
+    (teacher / "blobs").mkdir()
+    shutil.move(teacher / "model.safetensors", teacher / "blobs" / digest)
+    (teacher / "model.safetensors").symlink_to(teacher / "blobs" / digest)
+    assert fingerprint_weights(teacher) == before
+
+
+def test_a_folder_without_weights_or_tokenizer_is_a_clear_misuse(tmp_path):
+    for function in (fingerprint_weights, fingerprint_config, fingerprint_tokenizer):
+        with pytest.raises(UsageError, match="check the"):
+            function(tmp_path)
+
+
+def test_a_cache_carries_its_tokenizer_and_a_reader_checks_it(teacher, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    spec = spec_of(teacher)
+    writer = teachercache.create(tmp_path / "cache", spec, tokenizer_files=teacher)
+    writer.commit("s", synthetic_records(spec, 2))
+    writer.publish()
+    folder = teachercache.open(tmp_path / "cache").tokenizer_path()
+    assert fingerprint_tokenizer(folder) == spec.tokenizer
+    assert teachercache.open(tmp_path / "cache").tokenizer_path() == folder
+    change_vocabulary(teacher)
+    with pytest.raises(SpecMismatch, match=r"tokenizer\.digest"):
+        teachercache.create(tmp_path / "cache", spec, tokenizer_files=teacher)
+    stored = next((tmp_path / "cache").rglob("tokenizer.json"))
+    stored.write_bytes(stored.read_bytes().replace(b"hello", b"hallo"))
+    shutil.rmtree(tmp_path / "xdg")
+    with pytest.raises(teachercache.errors.CorruptFile, match="does not have the digest"):
+        teachercache.open(tmp_path / "cache").tokenizer_path()
