@@ -7,6 +7,7 @@ Takes a promtool on the PATH first.  Otherwise `apt-get download prometheus` and
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -27,12 +28,10 @@ def promtool() -> Path:
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise RuntimeError("promtool is not installed, and this is no Debian or Ubuntu to take the package from")
     with tempfile.TemporaryDirectory() as folder:
-        got = subprocess.run(
-            ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", "prometheus"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
+        got = download(folder)
+        if got.returncode and os.geteuid() == 0:  # a fresh machine has no package lists yet
+            subprocess.run(["apt-get", "-q", "update"], capture_output=True)
+            got = download(folder)
         packages = list(Path(folder).glob("prometheus_*.deb"))
         if got.returncode or not packages:
             why = (got.stderr.strip().splitlines() or ["no package"])[-1]
@@ -41,6 +40,11 @@ def promtool() -> Path:
         TOOLS.mkdir(parents=True, exist_ok=True)
         shutil.copy2(Path(folder) / "usr/bin/promtool", target)
     return target
+
+
+def download(folder: str) -> subprocess.CompletedProcess[str]:
+    command = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", "prometheus"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 if __name__ == "__main__":
