@@ -129,10 +129,14 @@ def document_attention(
         out = _flex(query, key, value, documents, options)
     elif documents.kind == "plain" or options.special:
         out = _per_document(query, key, value, documents.lengths, lambda q, k, v: plain_attention(q, k, v, options))
-    elif documents.kind == "varlen":
-        out = _varlen(query, key, value, documents, 0, scale)
     else:
-        first_short = documents.num_long if documents.kind == "mixed" else len(documents.lengths)
+        # The varlen kernel takes half precision alone: in float32 every document gets a call of its own.
+        short_together = query.dtype in (torch.bfloat16, torch.float16)
+        first_short = len(documents.lengths)
+        if short_together and documents.kind == "varlen":
+            first_short = 0
+        elif short_together and documents.kind == "mixed":
+            first_short = documents.num_long
         out = _long_then_short(query, key, value, documents, first_short, scale)
     return out.transpose(1, 2), None
 
