@@ -43,7 +43,10 @@ def plan(
     show: Annotated[int, typer.Option(help="print so many documents as the teacher will see them, with masks")] = 0,
     rate: Annotated[float | None, typer.Option(help="tokens/s of one teacher, for the estimate of GPU-hours")] = None,
 ) -> None:
-    """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent.  Writes nothing."""
+    """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent.  Writes nothing.
+
+    Example: python -m pipeline plan job.yaml --rate 36500 --show 2
+    """
     from pipeline.job import prepare
     from pipeline.progress import show_plan
 
@@ -83,7 +86,10 @@ def plan(
 
 @app.command()
 def run(job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Plan, run and publish.  Running the same command again resumes where it stopped."""
+    """Plan, run and publish.  Running the same command again resumes where it stopped.
+
+    Example: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
+    """
     from pipeline.job import Prepared, run_job
     from pipeline.job_metrics import beside
     from pipeline.progress import Progress, human, show_outcome
@@ -149,7 +155,10 @@ def status(
     as_json: AsJson = False,
     watch: Annotated[float | None, typer.Option(help="repeat every so many seconds")] = None,
 ) -> None:
-    """What stands in the cache: shards, documents, tokens, drops by reason.  Needs read access alone."""
+    """What stands in the cache: shards, documents, tokens, drops by reason.  Needs read access alone.
+
+    Example: python -m pipeline status s3://bucket/cache --watch 30
+    """
     from pipeline.status import read_status, show_status
 
     url = _cache_of(target, overrides)
@@ -173,7 +182,10 @@ def quarantine(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shards and documents that were given up, with their reasons.  Exit status 1 where a shard is quarantined."""
+    """Shards and documents that were given up, with their reasons.  Exit status 1 where a shard is quarantined.
+
+    Example: python -m pipeline quarantine s3://bucket/cache
+    """
     from pipeline.status import read_quarantine
 
     url = _cache_of(target, overrides)
@@ -205,7 +217,10 @@ def doctor(
     read_only: Annotated[bool, typer.Option("--read-only", help="do not probe conditional writes")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path.  Exit status 1 = unfit."""
+    """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path.  Exit status 1 = unfit.
+
+    Example: python -m pipeline doctor job.yaml
+    """
     from pipeline.doctor import examine_pipeline
     from teachercache import doctor as common
 

@@ -106,6 +106,8 @@ def ls(
     The files are plain Parquet: hand them to DuckDB, Polars, pandas or Spark.
 
         duckdb -c "select * from read_parquet([$(teachercache ls --files URL | sed "s/.*/'&'/" | paste -sd,)])"
+
+    Example: teachercache ls s3://bucket --files
     """
     if files:
         cache = opened(url, manifest)
@@ -170,7 +172,10 @@ def describe(store: Store) -> dict[str, Any]:
 
 @app.command("show")
 def show_(url: Url, manifest: ManifestNumber = None, json_: Json = False) -> None:
-    """Say who the teacher is and what a cache holds, by split and source."""
+    """Say who the teacher is and what a cache holds, by split and source.
+
+    Example: teachercache show s3://bucket/cache
+    """
     cache = opened(url, manifest)
     if json_:
         print_json(show.summary(cache))
@@ -192,6 +197,8 @@ def head(
     """Show the first records as text, with the teacher's best next tokens and their probabilities.
 
     A blank is shown as a middle dot. `next` is what really followed, dim where the loss leaves it out.
+
+    Example: teachercache head s3://bucket/cache --split heldout --positions 8
     """
     cache = opened(url, manifest)
     cache.files(split, source)  # a wrong name ends here, in one line
@@ -231,6 +238,8 @@ def verify(
     """Read everything and check it: seals, checksums, counts, every invariant of every row, no document twice.
 
     Exit status 1 and a list of what is wrong, or 0.
+
+    Example: teachercache verify s3://bucket/cache --sample 0.1
     """
     store = Store.open(url)
     spec = load_spec(store)
@@ -276,7 +285,10 @@ def report(
     files: Annotated[int, typer.Option(min=1, help="How many files to take the distributions from.")] = SAMPLE_FILES,
     manifest: ManifestNumber = None,
 ) -> None:
-    """Write one self-contained HTML page: the teacher, corpora, drops, distributions, bytes by column, throughput."""
+    """Write one self-contained HTML page: the teacher, corpora, drops, distributions, bytes by column, throughput.
+
+    Example: teachercache report s3://bucket/cache --to report.html
+    """
     cache = opened(url, manifest)
     with progress_bar("reading") as progress:
         page = make_report(cache, sample_files=files, progress=progress)
@@ -291,7 +303,10 @@ def export(
     manifest: ManifestNumber = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Size of one file.")] = 500,
 ) -> None:
-    """Write a plain Parquet data set with a Hugging Face data card into a new folder."""
+    """Write a plain Parquet data set with a Hugging Face data card into a new folder.
+
+    Example: teachercache export s3://bucket/cache --to folder
+    """
     cache = opened(url, manifest)
     with progress_bar("exporting") as progress:
         written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
@@ -310,6 +325,8 @@ def optimize(
 
     Nothing is changed in place: older manifests keep reading what they read. To take a document down for good, run
     `teachercache gc URL --keep-manifests 1 --delete` afterwards.
+
+    Example: teachercache optimize s3://bucket/cache --codec compact
     """
     store = Store.open(url)
     writer = CacheWriter(store, load_spec(store))
@@ -340,6 +357,8 @@ def gc(
     """Remove what no reader and no writer can need: orphaned uploads, files of replaced shards. A dry run unless --delete.
 
     A grace period shorter than the default is only safe while no job writes to the cache.
+
+    Example: teachercache gc s3://bucket/cache --keep-manifests 5
     """
     store = Store.open(url)
     found = collect(

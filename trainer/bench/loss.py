@@ -397,6 +397,8 @@ def bench_loss(
     """Measure the losses: time, extra memory beyond inputs (gradients included), error against float64.
 
     Without a GPU the defaults are one small head and 2,048 rows. A method that runs out of memory is a row that says so.
+
+    Example: python -m trainer bench-loss --rows 2048 --method fused --out build/bench
     """
     console = Console()
     if cpu_ratio_only:
