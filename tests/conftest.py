@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from tests.servers import Server, serve
+
+# TEACHERCACHE_TEST_S3 = endpoint of one more server, with the keys of tests/servers.py; see scripts/protocol_on_radosgw.sh.
+EXTERNAL = os.environ.get("TEACHERCACHE_TEST_S3")
+SAFE = ["moto", "localbucket", *(["external"] if EXTERNAL else [])]
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +22,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         running: dict[str, Server] = {}
 
         def get(kind: str) -> Server:
+            if kind == "external":
+                return Server(kind, str(EXTERNAL))
             if kind not in running:
                 running[kind] = stack.enter_context(serve(kind, tmp_path_factory.mktemp("s3") / kind))
             return running[kind]
@@ -38,7 +45,7 @@ def s3_url(s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) 
     return _use(s3_server("moto"), monkeypatch)
 
 
-@pytest.fixture(params=["moto", "localbucket"])
+@pytest.fixture(params=SAFE)
 def any_s3_url(
     request: pytest.FixtureRequest, s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
 ) -> str:
@@ -46,7 +53,7 @@ def any_s3_url(
     return _use(s3_server(request.param), monkeypatch)
 
 
-@pytest.fixture(params=["file", "moto", "localbucket"])
+@pytest.fixture(params=["file", *SAFE])
 def any_url(
     request: pytest.FixtureRequest, s3_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> str:

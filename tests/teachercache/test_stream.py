@@ -129,3 +129,24 @@ def test_streaming_over_s3_equals_streaming_from_disk(s3_url, monkeypatch):
         record = next(stream)
         assert record.topk_ids is None
         assert record.input_ids is not None
+
+
+def test_a_stream_outlives_lost_connections_and_short_answers(s3_url, monkeypatch):
+    writer = teachercache.create(s3_url, SPEC)
+    records = synthetic_records(SPEC, 20)
+    writer.commit("s", records)
+    writer.publish()
+    cache = teachercache.open(s3_url)
+    real, calls = cache.store.fs.cat_file, itertools.count()
+
+    def flaky(path, start=None, end=None, **options):
+        turn = next(calls) % 3
+        if turn == 0:
+            raise ConnectionResetError("connection reset by peer")
+        data = real(path, start=start, end=end, **options)
+        return data[: len(data) // 2] if turn == 1 else data
+
+    monkeypatch.setattr(cache.store.fs, "cat_file", flaky)
+    with cache.stream(repeat=False) as stream:
+        assert sorted(r.doc_id for r in stream) == [r.doc_id for r in records]
+    assert next(calls) > 3
