@@ -137,7 +137,10 @@ def rows_from_columns(
     if (np.diff(top, axis=1) > 0).any():
         raise RowsInvalid("unsorted", "the top-K of a row does not descend")
     if top_ids.size and (int(top_ids.max()) >= vocab_size or int(top_ids.min()) < 0):
-        top_ids, top = _within_vocabulary(top_ids, top, vocab_size)
+        # a head padded beyond the tokenizer may rank a token that does not exist: there is no honest id to store
+        raise RowsInvalid(
+            "id_out_of_range", f"the teacher ranks id {int(top_ids.max())}, the tokenizer has {vocab_size}"
+        )
     if len(row_pos) and row_pos[-1] == n - 1:
         target[-1] = np.nan
     return TeacherRows(
@@ -146,12 +149,6 @@ def rows_from_columns(
         tail_logprob=tail_from_logprobs(top),
         target_logprob=np.where(np.isfinite(target), target, np.nan).astype(np.float32),
     )
-
-
-def _within_vocabulary(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A head padded beyond the tokenizer may rank a token that does not exist: there is no honest id to store."""
-    worst = int(ids.max())
-    raise RowsInvalid("id_out_of_range", f"the teacher ranks id {worst}, the tokenizer has {vocab_size} ids")
 
 
 @dataclass(slots=True)
