@@ -189,7 +189,7 @@ def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, qui
         )
         variants["real float16"] = (HalfCodec(k), {})
         variants["list of lists"] = (ListCodec(k), {})
-        for size in (2**16, 2**18, 2**22, 2**24):
+        for size in (2**16, 2**18, 2**20, 2**24):
             variants[f"pages of {size // 1024} KiB"] = (OpenCodec(k), {"data_page_size": size})
         for group in (4096, 8192, 65536):
             variants[f"row groups of {group} rows"] = (OpenCodec(k), {"group": group})
