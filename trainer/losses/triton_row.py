@@ -11,8 +11,9 @@ Algorithm, one program per row at a time:
 4. Second pass: write that product; then put the K gradients (and the label's) at their places.
 
 Numerics: logits are read in the product's dtype and everything else is float32.
-Memory: a row is read twice and written once, the second read from L2 if few enough rows are in flight: with V = 128,256
-in bf16 a row is 256 KB and the H200's L2 holds about 200 of them, hence the persistent grid of few large programs.
+Memory: a row is read twice and written once, the second read from L2 as far as it holds the rows in flight: with
+V = 128,256 in bf16 a row is 256 KB, hence the persistent grid of few programs, the second pass backwards, and stores
+that leave L2 first. Measured on an H200, 2,816 rows: 0.60 ms, where a copy of the same bytes takes 0.35.
 """
 
 # Triton's kernels are a language of their own: their arguments have no Python types.
@@ -39,7 +40,10 @@ _DIVERGENCE = {"forward": 0, "reverse": 1, "jsd": 2}
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Columns per step, warps per program, programs per multiprocessor (a row each), steps of loads in flight."""
+    """Columns per step, warps per program, programs per multiprocessor (a row each), steps of loads in flight.
+
+    store_policy is what the gradient's stores tell the cache.
+    """
 
     block: int = 8192
     num_warps: int = 8
