@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trainer.types import Model
+
 POLICIES = ("none", "full", "offload", "keep-attention", "keep-matmuls")
 
 _aten = torch.ops.aten
@@ -35,7 +37,7 @@ ATTENTION_OPS = frozenset(
 MATMUL_OPS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.linear.default})
 
 
-def apply_policy(model: torch.nn.Module, layers: torch.nn.ModuleList, policy: str) -> None:
+def apply_policy(model: Model, layers: Any, policy: str) -> None:
     """Wrap each layer of a transformers model; call again to change the policy.
 
     Raises ValueError for an unknown policy or layers that transformers cannot checkpoint.
@@ -63,7 +65,7 @@ def _runner(policy: str) -> Callable[..., Any]:
         "keep-attention": partial(create_selective_checkpoint_contexts, partial(_decide, ATTENTION_OPS)),
         "keep-matmuls": partial(create_selective_checkpoint_contexts, partial(_decide, ATTENTION_OPS | MATMUL_OPS)),
     }.get(policy)
-    options = {"context_fn": context} if context else {}
+    options: dict[str, Any] = {"context_fn": context} if context else {}
     return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **options)
 
 
@@ -91,7 +93,7 @@ class _OffloadedLayer(torch.autograd.Function):
         return None, hidden.grad, *(None for _ in context.rest)
 
 
-def tile_mlps(layers: torch.nn.ModuleList, tile: int) -> None:
+def tile_mlps(layers: Any, tile: int) -> None:
     """Run each layer's MLP over `tile` tokens at a time: its inner activations exist for one tile only.
 
     Costs one more forward pass of the MLP, which at the lengths that need it is small beside attention.

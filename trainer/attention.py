@@ -311,13 +311,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentLayout, options: _Options
 ) -> torch.Tensor:
-    attend = _compiled(flex_attention) if query.is_cuda else flex_attention
+    attend: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
     softcap = options.softcap
 
     def capped(score: torch.Tensor, _b: Any, _h: Any, _q: Any, _kv: Any) -> torch.Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    result = attend(
+    result: Any = attend(
         query,
         key,
         value,

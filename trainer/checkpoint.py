@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ class CheckpointFolder:
         dropped = [old for old in index.checkpoints if old not in kept]
         self._write_index(CheckpointIndex(checkpoints=kept, finished=False))
         for old in dropped:  # after the switch: a crash here leaves a folder too many, never one too few
-            self._patiently(lambda old=old: self._remove(old.folder), "removing from")
+            self._patiently(partial(self._remove, old.folder), "removing from")
         return entry
 
     def finish(self, write: Callable[[Path], None]) -> None:
@@ -125,7 +126,7 @@ class CheckpointFolder:
             target = Path(tempfile.mkdtemp(prefix="checkpoint-"))
             for name in entry.files:
                 source = f"{self.root}/{entry.folder}/{name}"
-                self._patiently(lambda s=source, n=name: self.fs.get_file(s, str(target / n)), "reading")
+                self._patiently(partial(self.fs.get_file, source, str(target / name)), "reading")
         for name, size in entry.files.items():
             path = target / name
             found = path.stat().st_size if path.is_file() else None
@@ -162,7 +163,7 @@ class CheckpointFolder:
             return
         for path in sorted(staging.iterdir()):
             remote = f"{self.root}/{folder}/{path.name}"
-            self._patiently(lambda p=path, r=remote: self.fs.put_file(str(p), r), "writing")
+            self._patiently(partial(self.fs.put_file, str(path), remote), "writing")
 
     def _write_index(self, index: CheckpointIndex) -> None:
         text = index.model_dump_json(indent=1)

@@ -184,14 +184,14 @@ class TrainerConfig(Section):
     split: str = "train"
     seed: int = 0
     trust_remote_code: bool = False
-    data: DataConfig = DataConfig()
-    loss: LossConfig = LossConfig()
-    optim: OptimConfig = OptimConfig()
-    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig.model_validate({})
+    loss: LossConfig = LossConfig.model_validate({})
+    optim: OptimConfig = OptimConfig.model_validate({})
+    train: TrainConfig = TrainConfig.model_validate({})
     lora: LoraConfig | None = None
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    eval: EvalConfig = EvalConfig()
-    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig.model_validate({})
+    eval: EvalConfig = EvalConfig.model_validate({})
+    log: LogConfig = LogConfig.model_validate({})
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerConfig:

@@ -67,8 +67,8 @@ class PackedSequence:
         return self.document_lengths[-1] if len(self.document_lengths) > len(self.documents) else 0
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: function(value) for name, value in tensors.items()})
+        tensors: dict[str, Any] = {n: function(v) for n, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors)
 
     def to(self, device: torch.device) -> PackedSequence:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -152,7 +152,7 @@ class _Pooled(NamedTuple):
     tokens: int
 
 
-class PackedCache(IterableDataset):
+class PackedCache(IterableDataset[PackedSequence]):
     """Packed sequences of one split of a cache, as a torch IterableDataset that resumes exactly.
 
         dataset = PackedCache(cache, split="train", seq_len=4096, epochs=1, seed=0)

@@ -20,6 +20,7 @@ from trainer.attention import DocumentLayout
 from trainer.data import NO_LABEL, PackedCache, PackedSequence
 from trainer.losses import TeacherRows
 from trainer.step import autocast, row_logits
+from trainer.types import Model
 
 ECE_BINS = 15
 
@@ -36,12 +37,12 @@ def heldout_sequences(cache: Any, split: str, seq_len: int, max_rows: int | None
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module,
+    model: Model,
     sequences: Iterable[PackedSequence],
     *,
     vocab_size: int,
     attention_kind: str,
-    teacher: torch.nn.Module | None = None,
+    teacher: Model | None = None,
     autocast_to: str = "none",
     chunk_size: int = 512,
 ) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from trainer.types import Model
 
-def matmul_parameters(model: torch.nn.Module) -> int:
+
+def matmul_parameters(model: Model) -> int:
     """P of the formula. Experts of which a token uses a few count in proportion."""
     config = model.config.get_text_config()
     total = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() >= 2)

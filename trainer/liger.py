@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from teachercache.errors import UsageError
+from trainer.types import Model
 
 
-def apply_liger(model: torch.nn.Module, wanted: str, device: torch.device) -> bool:
+def apply_liger(model: Model, wanted: str, device: torch.device) -> bool:
     """Replace norms, rotary embeddings and gated MLPs of a loaded model in place; returns whether it happened.
 
     wanted  auto | on | off. Liger's own loss is never used: ours takes hidden states.

@@ -26,6 +26,7 @@ from trainer.metrics import MetricsLog, Screen
 from trainer.optim import accumulate_in_float32, build_optimizer, lr_factor
 from trainer.patience import patiently
 from trainer.step import Step, StepResult
+from trainer.types import Model
 
 RESUME_MUST_MATCH = ("split", "seed", "loss", "lora")
 RESUME_DATA_MAY_DIFFER = {"prefetch"}
@@ -82,7 +83,8 @@ class _Fit:
         self.tokenizer_files = student.tokenizer_files(source)
         self.device, self.attention_kind = device, attention_kind
         self.step_number = saved["step"] if saved else 0
-        self.rows, self.tokens = (saved["rows"], saved["tokens"]) if saved else (0, 0)
+        self.rows: int = saved["rows"] if saved else 0
+        self.tokens: int = saved["tokens"] if saved else 0
         self.mean_loss: float | None = saved["mean_loss"] if saved else None
         torch.manual_seed(config.seed)
         self.model = load_for_training(config, source, saved is not None, device, dtype)
@@ -303,11 +305,12 @@ class _Fit:
 class _Meter:
     """Speed of the steps: tokens/s, TFLOP/s of model work, share of this GPU's matrix rate, memory, time left."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: Model, device: torch.device) -> None:
         self._config, self._device = model.config.get_text_config(), device
         self._parameters = matmul_parameters(model)
         self._peak = measured_matmul_rate(device) if device.type == "cuda" else None
-        self._started, self._first_progress = time.monotonic(), None
+        self._started = time.monotonic()
+        self._first_progress: float | None = None
 
     def measure(self, sequences: list[PackedSequence], seconds: float, data_wait_s: float) -> dict[str, float]:
         lengths = [length for s in sequences for length in s.document_lengths[: len(s.documents)]]
@@ -368,14 +371,14 @@ def choose_attention(config: TrainerConfig, device: torch.device) -> str:
 
 def load_for_training(
     config: TrainerConfig, folder: Path, resumed: bool, device: torch.device, dtype: torch.dtype
-) -> torch.nn.Module:
+) -> Model:
     """The student as the configuration trains it: adapters, fused layers, checkpointing, tiling, compilation."""
     model = student.load_student(folder, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
     apply_liger(model, config.train.liger, device)
     layers = student.decoder(model).layers
     if config.train.mlp_tile:
         activation.tile_mlps(layers, config.train.mlp_tile)
-    policy = config.train.checkpointing
+    policy: str = config.train.checkpointing
     if policy == "auto":
         policy = _auto_policy(model, config, device)
     activation.apply_policy(model, layers, policy)
@@ -385,7 +388,7 @@ def load_for_training(
     return model.train()
 
 
-def _auto_policy(model: torch.nn.Module, config: TrainerConfig, device: torch.device) -> str:
+def _auto_policy(model: Model, config: TrainerConfig, device: torch.device) -> str:
     """Recompute as little as fits: free memory less gradients and optimiser state, which do not exist yet."""
     if device.type != "cuda":
         return "none"
@@ -396,7 +399,7 @@ def _auto_policy(model: torch.nn.Module, config: TrainerConfig, device: torch.de
     return activation.choose_policy(model.config.get_text_config(), config.data.seq_len, free - reserved)
 
 
-def load_teacher(config: TrainerConfig, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+def load_teacher(config: TrainerConfig, device: torch.device, dtype: torch.dtype) -> Model:
     """The live teacher, frozen, in evaluation mode."""
     assert config.teacher is not None
     folder = checkpoint.resolve_model_folder(config.teacher)
@@ -462,5 +465,5 @@ def _stop_on_signal() -> Iterator[threading.Event]:
     try:
         yield stop
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for sent, handler in previous.items():
+            signal.signal(sent, handler)

@@ -20,6 +20,7 @@ import torch
 
 from teachercache.errors import UsageError
 from trainer.config import OptimConfig
+from trainer.types import Model
 
 
 def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
@@ -35,7 +36,7 @@ def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
     return warmup * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: Model, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, vectors (norms, biases) do not; shared parameters appear once."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
@@ -44,7 +45,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     ]
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimiser that the configuration asks for.
 
     Raises UsageError for combinations that do not exist.
@@ -108,7 +109,7 @@ class MixedAdamW(torch.optim.Optimizer):
         self.grad_scale: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise ValueError("MixedAdamW takes no closure")
         for group in self.param_groups:
@@ -241,7 +242,7 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return main if main is not None else parameter.grad
 
 
-def accumulate_in_float32(model: torch.nn.Module) -> None:
+def accumulate_in_float32(model: Model) -> None:
     """Give every trained parameter a float32 `main_grad` that micro-batches add to; `grad` is freed at once.
 
     The fused loss adds to the head's `main_grad` directly, without rounding to bf16 in between. 4 bytes a parameter.

@@ -21,6 +21,7 @@ from trainer.config import LossConfig, TrainerConfig
 from trainer.data import NO_LABEL, PackedSequence
 from trainer.losses import TeacherRows, kl_loss, online_kl_loss
 from trainer.optim import apply_step, clear_gradients, gradient_norm
+from trainer.types import Model
 
 
 class TrainingDiverged(TeacherCacheError):
@@ -50,13 +51,13 @@ class Step:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         optimizer: torch.optim.Optimizer,
         config: TrainerConfig,
         *,
         attention_kind: str,
         vocab_size: int,
-        teacher: torch.nn.Module | None = None,
+        teacher: Model | None = None,
     ) -> None:
         self.model, self.optimizer, self.config, self.teacher = model, optimizer, config, teacher
         self.attention_kind, self.vocab_size = attention_kind, vocab_size
@@ -173,7 +174,7 @@ def distillation_loss(
 
 @torch.no_grad()
 def row_logits(
-    model: torch.nn.Module, sequence: PackedSequence, documents: DocumentLayout, autocast_to: str = "none"
+    model: Model, sequence: PackedSequence, documents: DocumentLayout, autocast_to: str = "none"
 ) -> torch.Tensor:
     """A live model's float32 logits [R, V] at the sequence's rows: R · V · 4 bytes."""
     with autocast(autocast_to, sequence.input_ids.device):

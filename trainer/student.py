@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from teachercache.errors import UsageError
 from teachercache.fingerprint import fingerprint_tokenizer
 from trainer import attention
+from trainer.types import Model
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -53,16 +54,14 @@ class Head:
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
-def load_student(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
-) -> torch.nn.Module:
+def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Model:
     """Load a causal LM from a Hugging Face folder, with attention that keeps documents apart.
 
     Raises UsageError when the folder holds no model.
     """
     check_folder(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention.NAME
         )
     except (OSError, ValueError) as error:
@@ -81,13 +80,13 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"{folder} is not a Hugging Face model folder: it has no config.json")
 
 
-def decoder(model: torch.nn.Module) -> torch.nn.Module:
+def decoder(model: Model) -> Model:
     """The part of a causal LM that returns last hidden states."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps
     return base.base_model
 
 
-def head(model: torch.nn.Module) -> Head:
+def head(model: Model) -> Head:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config, layer = base.config.get_text_config(), base.get_output_embeddings()
     scale = 1.0
@@ -99,7 +98,7 @@ def head(model: torch.nn.Module) -> Head:
 
 
 def hidden_states(
-    model: torch.nn.Module,
+    model: Model,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     documents: attention.DocumentLayout,
@@ -216,7 +215,7 @@ def init_student(
 
 
 @torch.no_grad()
-def _cut_mlps(layers: torch.nn.ModuleList, config: Any, width: int) -> None:
+def _cut_mlps(layers: Any, config: Any, width: int) -> None:
     """Keep the units of each gated MLP whose three weight vectors have the largest product of norms."""
     if not 0 < width <= config.intermediate_size:
         raise UsageError(f"--mlp {width}: expected 1 to {config.intermediate_size}, the teacher's own width")

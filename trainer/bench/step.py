@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer import activation, attention
 from trainer.bench.loss import machine
-from trainer.config import TrainerConfig
+from trainer.config import OptimConfig, TrainerConfig
 from trainer.data import PackedSequence
 from trainer.flops import matmul_parameters, step_flops
 from trainer.liger import apply_liger
@@ -95,16 +95,15 @@ class Bench:
         layers: int | None = None,
         seed: int = 0,
     ) -> None:
-        settings = dict(SHAPES[shape])
+        settings: dict[str, Any] = dict(SHAPES[shape])
         if layers is not None:
             settings["num_hidden_layers"] = layers
         torch.manual_seed(seed)
+        settings |= {"attn_implementation": attention.NAME, "use_cache": False}
         model_config = LlamaConfig(
             **settings,
             max_position_embeddings=2**20,
             rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-            attn_implementation=attention.NAME,
-            use_cache=False,
         )
         with _default(device, dtype):
             self.model = LlamaForCausalLM(model_config)
@@ -112,7 +111,7 @@ class Bench:
         self.uses_liger = apply_liger(self.model, liger, device)
         self.layers = self.model.model.layers
         self.device, self.vocab_size = device, settings["vocab_size"]
-        self.config = TrainerConfig(cache="synthetic", student=shape, optim=optim or {})
+        self.config = TrainerConfig(cache="synthetic", student=shape, optim=OptimConfig.model_validate(optim or {}))
         self.optimizer = build_optimizer(self.model, self.config.optim)
         self.parameters = matmul_parameters(self.model)
 
