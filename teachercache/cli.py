@@ -22,9 +22,10 @@ from rich.table import Table
 from teachercache import layout, show
 from teachercache.codec import CODECS
 from teachercache.commit import GRACE_SECONDS
-from teachercache.errors import NotACache, TeacherCacheError
+from teachercache.errors import NotACache, TeacherCacheError, UsageError
 from teachercache.export import export as run_export
 from teachercache.gc import collect
+from teachercache.iceberg import register
 from teachercache.manifest import load_manifest, manifest_numbers
 from teachercache.optimize import optimize as run_optimize
 from teachercache.reader import Cache, IncompleteCacheWarning, load_spec
@@ -299,15 +300,25 @@ def report(
 @app.command()
 def export(
     url: Url,
-    to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
+    to: Annotated[Path | None, typer.Option("--to", help="Copy into this new folder.", show_default=False)] = None,
+    iceberg: Annotated[
+        str | None, typer.Option(help="Register in an Iceberg catalog instead: CATALOG:NAMESPACE.TABLE.")
+    ] = None,
     manifest: ManifestNumber = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Size of one file.")] = 500,
 ) -> None:
-    """Write a plain Parquet data set with a Hugging Face data card into a new folder.
+    """Write a plain Parquet data set with a Hugging Face data card into a new folder, or register the files in Iceberg.
 
-    Example: teachercache export s3://bucket/cache --to folder
+    Registration copies nothing: the table's files are the cache's. The catalog is one that pyiceberg's configuration names.
     """
+    if (to is None) == (iceberg is None):
+        raise UsageError("give either --to FOLDER or --iceberg CATALOG:NAMESPACE.TABLE.")
     cache = opened(url, manifest)
+    if iceberg is not None:
+        catalog, _, table = iceberg.partition(":")
+        print(f"{register(cache, catalog, table)} files registered in {iceberg}")
+        return
+    assert to is not None
     with progress_bar("exporting") as progress:
         written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
     print(f"{len(written)} files in {to}")
