@@ -2,8 +2,9 @@
 
     <output>/checkpoints.json        which checkpoints count; replaced atomically, and nothing else decides
     <output>/step-00000200/          config.json, model.safetensors, tokenizer files: loads in plain transformers
+                                     (with LoRA adapter_model.safetensors instead of the weights)
                                      optimizer.pt (moments, RNG), trainer_state.json (step, data state, configuration)
-    <output>/final/                  the last weights and tokenizer, without optimiser state
+    <output>/final/                  the last weights (adapters merged) and tokenizer, without optimiser state
 
 A folder is written under another name, made durable, renamed, and only then named in checkpoints.json, so a crash at
 any moment leaves the previous checkpoint. On S3 a folder carries a random suffix instead of being renamed, and the

@@ -16,7 +16,7 @@ import torch
 
 import teachercache
 from teachercache.errors import TeacherCacheError, UsageError
-from trainer import activation, attention, checkpoint, student
+from trainer import activation, adapters, attention, checkpoint, student
 from trainer.config import TrainerConfig
 from trainer.data import PackedCache, PackedSequence, Prefetcher
 from trainer.evaluate import evaluate, heldout_sequences
@@ -186,7 +186,7 @@ class _Fit:
             if _due(config.checkpoint.every_steps, self.step_number):
                 self._save(log, kl)
         self._save(log, None)
-        self.folder.finish(self._write_model)
+        self.folder.finish(self._write_final)
         log.sync()
 
     def _next_batch(self, prefetcher: Prefetcher) -> list[PackedSequence]:
@@ -257,6 +257,12 @@ class _Fit:
 
     def _write_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
+        if self.config.lora:  # the adapter alone was saved: what it adapts is told by the configuration
+            self.model.get_base_model().config.save_pretrained(folder)
+        student.write_files(self.tokenizer_files, folder)
+
+    def _write_final(self, folder: Path) -> None:
+        (adapters.merged(self.model) if self.config.lora else self.model).save_pretrained(folder)
         student.write_files(self.tokenizer_files, folder)
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -373,8 +379,11 @@ def load_for_training(
     config: TrainerConfig, folder: Path, resumed: bool, device: torch.device, dtype: torch.dtype
 ) -> Model:
     """The student as the configuration trains it: adapters, fused layers, checkpointing, tiling, compilation."""
-    model = student.load_student(folder, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    base = checkpoint.resolve_model_folder(config.student) if config.lora and resumed else folder
+    model = student.load_student(base, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
     apply_liger(model, config.train.liger, device)
+    if config.lora:
+        model = adapters.add(model, config.lora, saved=folder if resumed else None)
     layers = student.decoder(model).layers
     if config.train.mlp_tile:
         activation.tile_mlps(layers, config.train.mlp_tile)
