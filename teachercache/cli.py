@@ -42,7 +42,7 @@ app = typer.Typer(
     help="Look at, check and look after caches of a teacher's log-probabilities on S3 or local disk.",
     epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3 endpoint and keys: AWS_ENDPOINT_URL and the usual chain.",
 )
-out = Console(highlight=False, soft_wrap=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a log is no 80-column terminal
 err = Console(stderr=True, highlight=False)
 
 Url = Annotated[
