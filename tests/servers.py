@@ -5,6 +5,7 @@ Each is a child process that dies with its context manager. `env()` is what a cl
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -93,7 +94,9 @@ def serve(kind: str, folder: Path) -> Iterator[Server]:
     command, extra = _command(kind, port, folder)
     log = folder.with_name(folder.name + ".log")
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | extra, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | extra, start_new_session=True, preexec_fn=_die_with_parent
+        )
         try:
             _wait(process, f"http://127.0.0.1:{port}/", log)
             yield Server(kind, f"http://127.0.0.1:{port}")
@@ -104,6 +107,12 @@ def serve(kind: str, folder: Path) -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: a test run that is killed must not leave its servers behind (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
