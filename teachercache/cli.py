@@ -310,6 +310,8 @@ def export(
     """Write a plain Parquet data set with a Hugging Face data card into a new folder, or register the files in Iceberg.
 
     Registration copies nothing: the table's files are the cache's. The catalog is one that pyiceberg's configuration names.
+
+    Example: teachercache export s3://bucket/cache --to folder
     """
     if (to is None) == (iceberg is None):
         raise UsageError("give either --to FOLDER or --iceberg CATALOG:NAMESPACE.TABLE.")
