@@ -141,7 +141,7 @@ class MixedAdamW(torch.optim.Optimizer):
         scale = self.grad_scale if self.grad_scale is not None else torch.ones((), device=parameter.device)
         update = _compiled(adamw_update) if parameter.is_cuda else adamw_update
         update(
-            parameter.view(-1),
+            parameter.detach().view(-1),
             grad.reshape(-1),
             state["exp_avg"].view(-1),
             state["exp_avg_sq"].view(-1),
