@@ -129,7 +129,18 @@ def demo(began: float) -> dict[str, Any]:
 
         cache_began = time.monotonic()
         with step(3, "The cache: `ray job submit` runs the teacher in vLLM over the corpus, top-100 rows to s3://"):
-            submit = ["ray", "--logging-level", "warning", "job", "submit", "--address", address, "--working-dir", ".", "--"]
+            submit = [
+                "ray",
+                "--logging-level",
+                "warning",
+                "job",
+                "submit",
+                "--address",
+                address,
+                "--working-dir",
+                ".",
+                "--",
+            ]
             settings = [f"cache={CACHE}", f"teacher.model={TEACHER}", f"corpus_root={OUT / 'corpus'}"]
             run([*submit, "python", "-m", "pipeline", "run", JOB, *settings], env)
             ray.close()
