@@ -102,6 +102,9 @@ class SimulatedPool:
     def state(self) -> PoolState:
         return PoolState(ready=1000, wanted=1000)
 
+    def worker_states(self) -> list[dict[str, object]]:
+        return []
+
     def close(self) -> None:
         return None
 

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,7 +42,9 @@ def plan(
     overrides: Overrides = None,
     as_json: AsJson = False,
     show: Annotated[int, typer.Option(help="print so many documents as the teacher will see them, with masks")] = 0,
-    rate: Annotated[float | None, typer.Option(help="tokens/s of one teacher, for the estimate of GPU-hours")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="tokens/s of one teacher; default: as measured in this cache")
+    ] = None,
 ) -> None:
     """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent.  Writes nothing.
 
@@ -49,6 +52,7 @@ def plan(
     """
     from pipeline.job import prepare
     from pipeline.progress import show_plan
+    from pipeline.status import measured_rate
 
     config = load_job(job, overrides)
     prepared = prepare(config)
@@ -76,7 +80,7 @@ def plan(
         }
         print(json.dumps(report))
     else:
-        show_plan(console, prepared.planned, rate)
+        show_plan(console, prepared.planned, rate or measured_rate(config.cache))
         console.print(f"plan {prepared.planned.plan.digest[:16]} for cache {config.cache}")
     if show:
         from pipeline.preview import show_documents
@@ -85,7 +89,12 @@ def plan(
 
 
 @app.command()
-def run(job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def run(
+    job: Job,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    events: Annotated[Path | None, typer.Option(help="append every event to this file, one JSON object a line")] = None,
+) -> None:
     """Plan, run and publish.  Running the same command again resumes where it stopped.
 
     Example: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
@@ -110,9 +119,15 @@ def run(job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def event(name: str, details: dict[str, Any]) -> None:
+        progress.event(name, details)
+        if events is not None:
+            with events.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": round(time.time(), 3), "event": name, **details}) + "\n")
+
     on_progress = beside(progress) if config.run.executor == "ray" else progress
     try:
-        result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=progress.event, say=say)
+        result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=event, say=say)
     finally:
         progress.close()
     outcome = result.outcome

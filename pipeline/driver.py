@@ -161,10 +161,15 @@ class Driver:
                 self._refresh()
                 refreshed = now
             if now - reported >= self.run_config.log_every_s:
-                self._on_progress(self.tally, pool.state())
+                self._report(pool)
                 reported = now
-        self._on_progress(self.tally, pool.state())
+        self._report(pool)
         return "done"
+
+    def _report(self, pool: Pool) -> None:
+        state = pool.state()
+        state.workers = pool.worker_states()
+        self._on_progress(self.tally, state)
 
     def _give(self, pool: Pool) -> None:
         """Hands out work while there is room; what other jobs have leased comes last."""

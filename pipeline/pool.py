@@ -56,7 +56,10 @@ class Pool(Protocol):
         """Blocks until something happens or the time is over.  Raises TeacherCacheError where no worker can start."""
 
     def state(self) -> PoolState:
-        """What the workers do."""
+        """Counts; cheap."""
+
+    def worker_states(self) -> list[dict[str, Any]]:
+        """What each worker says of itself; those that do not answer are left out."""
 
     def close(self) -> None:
         """Ends all workers."""
@@ -114,8 +117,11 @@ class InlinePool:
             return [Failed(task, kind, message, suspects, code)]
 
     def state(self) -> PoolState:
-        workers = [self._worker.state()] if self._worker else []
-        return PoolState(1, len(workers), 0, self._deaths, self._gpus * (time.monotonic() - self._began), workers)
+        spent = self._gpus * (time.monotonic() - self._began)
+        return PoolState(1, int(self._worker is not None), 0, self._deaths, spent)
+
+    def worker_states(self) -> list[dict[str, Any]]:
+        return [self._worker.state()] if self._worker else []
 
     def close(self) -> None:
         if self._worker is not None:

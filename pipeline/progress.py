@@ -38,8 +38,8 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._began = time.monotonic()
-        self._first: float | None = None
         self._last = (time.monotonic(), 0)
+        self._busy: dict[str, tuple[float, float]] = {}
         self._status = console.status("starting") if console.is_terminal else None
         if self._status is not None:
             self._status.start()
@@ -47,15 +47,29 @@ class Progress:
     def __call__(self, tally: Tally, state: PoolState) -> None:
         now = time.monotonic()
         then, tokens = self._last
-        if tally.tokens and self._first is None:
-            self._first = now
         rate = (tally.tokens - tokens) / max(now - then, 1e-9)
         self._last = (now, tally.tokens)
         line = self.line(tally, state, rate, now - self._began)
+        line += self._engines(state.workers, now)
         if self._status is not None:
             self._status.update(line)
         else:
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def _engines(self, workers: list[dict[str, Any]], now: float) -> str:
+        """Share of the last interval in which the engines held work: the mean, and the idlest by name."""
+        shares: dict[str, float] = {}
+        for worker in workers:
+            name, busy = worker["name"], worker["busy_s"]
+            if name in self._busy:
+                then, before = self._busy[name]
+                shares[name] = min(1.0, (busy - before) / max(now - then, 1e-9))
+            self._busy[name] = (now, busy)
+        if not shares:
+            return ""
+        mean = sum(shares.values()) / len(shares)
+        idlest = min(shares, key=lambda name: shares[name])
+        return f"  ·  engines busy {mean:.0%}" + (f" (least: {idlest} {shares[idlest]:.0%})" if len(shares) > 1 else "")
 
     def line(self, tally: Tally, state: PoolState, rate: float, elapsed: float) -> str:
         overall = tally.tokens / max(elapsed, 1e-9)
@@ -109,6 +123,8 @@ def show_plan(console: Console, planned: Planned, tokens_per_s: float | None) ->
         console.print(
             f"teacher time: about {tokens / tokens_per_s / 3600:.2f} GPU-hours at {human(tokens_per_s)} tokens/s"
         )
+    else:
+        console.print("teacher time: unknown until a first shard is committed; give --rate TOKENS_PER_S")
     for warning in planned.warnings:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 

@@ -121,7 +121,7 @@ class JournalActor:
 
 
 def connect() -> None:
-    """Joins the cluster that RAY_ADDRESS or `ray job submit` names, else starts a Ray of this machine's own."""
+    """Joins the cluster that RAY_ADDRESS names (`ray job submit` sets it), else starts a Ray of this process's own."""
     import ray
 
     if ray.is_initialized():
@@ -129,7 +129,14 @@ def connect() -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
     else:
-        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+        # "local": otherwise Ray joins whatever cluster happens to run on this machine
+        ray.init(
+            "local",
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
 
 
 @dataclass(slots=True)

@@ -11,8 +11,10 @@ from rich.table import Table
 
 from pipeline.job import read_spec
 from pipeline.progress import duration, human
-from teachercache import CacheWriter, Store
-from teachercache.manifest import read_quarantines
+from teachercache import CacheWriter, Commit, Store
+from teachercache.errors import NotACache
+from teachercache.layout import COMMITS
+from teachercache.manifest import read_many, read_quarantines
 
 
 def _reader(url: str) -> CacheWriter:
@@ -51,6 +53,20 @@ def read_status(url: str) -> dict[str, Any]:
         "estimated_tokens_left": left,
         "complete": bool(planned) and planned.keys() <= done,
     }
+
+
+def measured_rate(url: str, most: int = 50) -> float | None:
+    """Tokens/s of one teacher as the cache's own commits record it; None where there is none yet."""
+    try:
+        cache = _reader(url)
+    except NotACache:
+        return None
+    paths = [o.path for o in cache.store.list(COMMITS)][:most]
+    tokens = seconds = 0.0
+    for commit in read_many(cache.store, Commit, paths):
+        tokens += commit.tokens
+        seconds += float(commit.provenance.get("teacher_seconds") or 0.0)
+    return tokens / seconds if seconds > 0 else None
 
 
 def show_status(console: Console, report: dict[str, Any], before: dict[str, Any] | None) -> None:

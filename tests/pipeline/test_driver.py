@@ -65,6 +65,9 @@ class ScriptedPool:
     def state(self) -> PoolState:
         return PoolState(gpu_seconds=self.gpu_seconds)
 
+    def worker_states(self):
+        return []
+
     def close(self) -> None:
         pass
 
