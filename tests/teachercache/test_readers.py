@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -101,6 +102,37 @@ def test_pandas_reads_the_rows_from_s3(cache, files, monkeypatch):
             for pos, ids, lps in zip(row.row_pos, row.topk_ids, row.topk_logprobs, strict=True):
                 found[row.doc_id, int(pos)] = (int(ids[0]), float(lps[0]))
     assert found == expected
+
+
+def test_hugging_face_datasets_reads_the_rows(cache, local_files, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    table = datasets.load_dataset("parquet", data_files=local_files, split="train", cache_dir=str(tmp_path / "arrow"))
+    found = {
+        (row["doc_id"], pos): (ids[0], lps[0])
+        for row in table.select_columns(["doc_id", "row_pos", "topk_ids", "topk_logprobs"])
+        for pos, ids, lps in zip(row["row_pos"], row["topk_ids"], row["topk_logprobs"], strict=True)
+    }
+    assert found == cache[2]
+
+
+def test_spark_reads_the_rows(cache, local_files, tmp_path):
+    sql = pytest.importorskip("pyspark.sql", reason="pyspark is not installed")
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs Java 17 or newer on the PATH")
+    builder = sql.SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+    # 127.0.0.1: Spark otherwise asks for the address of the host's name, which a sandbox may not have.
+    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
+    spark = builder.config("spark.sql.warehouse.dir", str(tmp_path / "warehouse")).getOrCreate()
+    try:
+        frame = spark.read.parquet(*local_files).selectExpr(
+            "doc_id", "inline(arrays_zip(row_pos, topk_ids, topk_logprobs))"
+        )
+        rows = frame.selectExpr("doc_id", "row_pos", "topk_ids[0]", "topk_logprobs[0]").collect()
+    finally:
+        spark.stop()
+    assert {(doc, pos): (top, lp) for doc, pos, top, lp in rows} == cache[2]
 
 
 def test_stored_log_probabilities_are_float16_values(cache, local_files):
