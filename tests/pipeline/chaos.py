@@ -13,7 +13,6 @@ import collections
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,11 +23,13 @@ from typing import Any
 import psutil
 import yaml
 
+from teachercache.errors import StoreUnavailable
 from tests.pipeline.conftest import ROOT, documents, environment, make_tokenizer, write_jsonl
 from tests.pipeline.faulty_s3 import FaultyProxy
 from tests.servers import serve
 
 FILES, PER_FILE = 6, 60
+PROMPT = "$ python -m pipeline run"
 DEADLINE_S = 240
 
 
@@ -62,6 +63,34 @@ def _job(folder: Path, url: str, model: Path) -> Path:
     return path
 
 
+class _Run:
+    """`python -m pipeline run`, given again where it could not begin because S3 was down: what a person would do."""
+
+    def __init__(self, job: Path, env: dict[str, str], log: Path) -> None:
+        self.job, self.env, self.log, self.restarts = job, env, log, 0
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "pipeline", "run", str(self.job)]
+        with self.log.open("a") as out:
+            out.write(f"{PROMPT}\n")
+            out.flush()
+            self.process = subprocess.Popen(command, env=self.env, cwd=ROOT, stdout=out, stderr=out)
+
+    def running(self) -> bool:
+        if self.process.poll() is None:
+            return True
+        last = self.log.read_text().rsplit(PROMPT, 1)[-1]
+        if self.process.returncode == 1 and StoreUnavailable.code in last:
+            self.restarts += 1
+            self.start()
+            return True
+        return False
+
+    def said(self) -> str:
+        return self.log.read_text()[-3000:]
+
+
 def chaos(seed: int, s3_errors_s: float = 8.0) -> dict[str, Any]:
     """Runs one seed; raises AssertionError where a promise is broken.  Returns what was done."""
     import ray
@@ -84,21 +113,13 @@ def chaos(seed: int, s3_errors_s: float = 8.0) -> dict[str, Any]:
             nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
             env["RAY_ADDRESS"] = cluster.address
             try:
-                log = (folder / "log").open("w")
-
-                def start() -> subprocess.Popen[bytes]:
-                    command = [sys.executable, "-m", "pipeline", "run", str(job)]
-                    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log)
-
-                first, second = start(), start()
+                first, second = (_Run(job, env, folder / f"log{i}") for i in range(2))
                 deadline = began + DEADLINE_S
                 faults = ["actor", "actor", "node", "driver", "errors", "slow"]
                 rng.shuffle(faults)
                 next_fault = time.monotonic() + rng.uniform(6, 10)
-                while first.poll() is None or second.poll() is None:
-                    assert time.monotonic() < deadline, (
-                        "the jobs did not end in time:\n" + (folder / "log").read_text()[-4000:]
-                    )
+                while first.running() or second.running():
+                    assert time.monotonic() < deadline, f"no end in time:\n{first.said()}\n----\n{second.said()}"
                     time.sleep(0.2)
                     if not faults or time.monotonic() < next_fault:
                         continue
@@ -115,21 +136,21 @@ def chaos(seed: int, s3_errors_s: float = 8.0) -> dict[str, Any]:
                         cluster.remove_node(victim, allow_graceful=False)
                         nodes.append(cluster.add_node(num_cpus=2))
                         done[fault] += 1
-                    elif fault == "driver" and first.poll() is None:
-                        first.send_signal(signal.SIGKILL)
-                        first.wait()
-                        first = start()
+                    elif fault == "driver" and first.running():
+                        first.process.kill()
+                        first.process.wait()
+                        first.start()
                         done[fault] += 1
                     elif fault in ("errors", "slow"):
                         proxy.for_a_while("error" if fault == "errors" else "slow", s3_errors_s)
                         done[fault] += 1
-                codes = [first.returncode, second.returncode]
-                text = (folder / "log").read_text()
-                assert codes == [0, 0], f"exit codes {codes}\n{text[-6000:]}"
+                codes = [first.process.returncode, second.process.returncode]
+                assert codes == [0, 0], f"exit codes {codes}\n{first.said()}\n----\n{second.said()}"
+                done["restarts"] = first.restarts + second.restarts
             finally:
-                for process in (first, second):
-                    if process.poll() is None:
-                        process.kill()
+                for run in (first, second):
+                    if run.process.poll() is None:
+                        run.process.kill()
                 if ray.is_initialized():
                     ray.shutdown()
                 cluster.shutdown()
