@@ -81,12 +81,16 @@ def collect(
     objects = {o.path: o for o in data}
     commits: list[Commit] = []
     void: list[ObjectInfo] = []
+    dead: set[str] = set()
     for commit, info in list_commits(store):
-        if is_void(commit, info.modified, objects, named, grace_seconds) or _lost_a_file(store, commit, objects, named):
+        if newest is not None and is_dead(commit, newest):  # its files may be gone, its shard is done all the same
+            dead.add(commit.shard_id)
+        elif is_void(commit, info.modified, objects, named, grace_seconds) or _lost_a_file(
+            store, commit, objects, named
+        ):
             void.append(info)
-        else:
-            commits.append(commit)
-    dead = {c.shard_id for c in commits if newest is not None and is_dead(c, newest)}
+            continue
+        commits.append(commit)
     live = {entry.path for c in commits if c.shard_id not in dead for entry in c.files}
     of_dead = {entry.path for c in commits if c.shard_id in dead for entry in c.files}
 
