@@ -6,8 +6,9 @@
   keep-attention  keep each layer's input and the outputs of its attention: long attention is not computed twice
   keep-matmuls    keep matrix products as well: only norms, activations and rotations are recomputed
 
-Measured on one H200, 3.2 B Llama shape at 32,768 tokens: full 426 TFLOP/s of model work, keep-attention 472 at
-33 GiB, keep-matmuls 519 at 79 GiB (without optimiser state of this trainer; benchmarks/step_h200.py repeats it).
+Measured on one H200, 3.2 B Llama shape, one document of 32,768 tokens, AdamW with float32 moments over split bf16
+weights included (benchmarks/step_h200.py), TFLOP/s of model work and peak memory: full 421 at 50 GiB, keep-attention
+474 at 55, keep-matmuls 517 at 101, none 521 at 120 (107 with bfloat16 moments).
 """
 
 from __future__ import annotations

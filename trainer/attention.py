@@ -10,11 +10,19 @@ Kinds (`documents.kind`):
   varlen     all documents in one call of flash attention's variable-length kernel (CUDA only)
   flex       FlexAttention over the whole sequence with a block mask of the documents (CUDA only)
   mixed      documents of at least `long_document` tokens through SDPA, the shorter ones together through varlen
+  auto       chosen per batch: `mixed` where long documents hold half of the attention's work or more, else `flex`
 
-Measured on one H200 (forward / backward TFLOP/s at 32,768 tokens, 24/8 heads of 128): SDPA cuDNN 608 / 541, SDPA
-flash 348 / 317, FlexAttention 425 / 394 on one document and 375 / 353 on eight of 4,096, varlen 349 / 321 and
-320 / 281. So a long document is worth a cuDNN call of its own. Short ones, whose attention is a small share of the
-step, are worth being together in a kernel that needs no plan and no compilation per shape, as varlen is.
+Measured on one H200, 32,768 tokens, 24/8 heads of 128, TFLOP/s of forward and backward together
+(benchmarks/attention_h200.py) and of a whole 3.2 B step (benchmarks/step_h200.py):
+
+                     documents   varlen   flex   mixed   |  step: mixed   varlen   flex
+  one document             549      321    393     546   |          517
+  8 of 4,096               409      248    325     399   |          531      497    500
+  64 of 512                113       91    122      90   |          527      534    539
+  49 log-normal             41      161    199     139   |
+
+A plain causal cuDNN call takes the one document at 567. FlexAttention compiles once per length of a sequence, so
+sequences come padded to one length on CUDA.
 
 cuDNN plans a kernel for each new shape, which takes tens of milliseconds, so lengths are rounded up to sixteen values
 an octave: under a causal mask, rows that follow a document cannot change it, and what they compute is thrown away.
@@ -37,7 +45,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "teachercache_documents"
-KINDS = ("plain", "documents", "varlen", "flex", "mixed")
+KINDS = ("auto", "plain", "documents", "varlen", "flex", "mixed")
+HALF = (torch.bfloat16, torch.float16)
 LONG_DOCUMENT = 2048
 """Tokens from which `mixed` gives a document an SDPA call of its own."""
 
@@ -73,6 +82,15 @@ class DocumentLayout:
             count += 1
         return count
 
+    def path(self, dtype: torch.dtype) -> str:
+        """The kind that `auto` means for this batch; any other kind is itself."""
+        if self.kind != "auto":
+            return self.kind
+        if self.device.type != "cuda" or dtype not in HALF or len(self.lengths) == 1:
+            return "documents"
+        work = [float(length) ** 2 for length in self.lengths]
+        return "mixed" if 2 * sum(work[: self.num_long]) >= sum(work) else "flex"
+
     def block_mask(self, window: int | None) -> BlockMask:
         """FlexAttention's mask of the documents, built once per batch and shared by all layers with this window."""
         if window not in self._masks:
@@ -88,12 +106,13 @@ class DocumentLayout:
 
 
 def choose_kind(device: torch.device, requested: str = "auto") -> str:
-    """`auto`: mixed on CUDA, a document at a time on a CPU (which has no varlen kernel and no FlexAttention backward)."""
+    """`auto` is left to each batch on CUDA; on a CPU it is a document at a time: varlen and FlexAttention's backward
+    pass do not exist there."""
     if requested != "auto":
         if device.type != "cuda" and requested in ("varlen", "flex", "mixed"):
             raise ValueError(f"train.attention={requested} needs a CUDA device; use documents or plain")
         return requested
-    return "mixed" if device.type == "cuda" else "documents"
+    return "auto" if device.type == "cuda" else "documents"
 
 
 def document_attention(
@@ -125,17 +144,18 @@ def document_attention(
     documents.calls += 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     options = _Options(scale, sliding_window, softcap, s_aux)
-    if documents.kind == "flex" or (options.special and query.is_cuda and documents.kind != "plain"):
+    path = documents.path(query.dtype)
+    if path == "flex" or (options.special and query.is_cuda and path != "plain"):
         out = _flex(query, key, value, documents, options)
-    elif documents.kind == "plain" or options.special:
+    elif path == "plain" or options.special:
         out = _per_document(query, key, value, documents.lengths, lambda q, k, v: plain_attention(q, k, v, options))
     else:
         # The varlen kernel takes half precision alone: in float32 every document gets a call of its own.
-        short_together = query.dtype in (torch.bfloat16, torch.float16)
+        short_together = query.dtype in HALF
         first_short = len(documents.lengths)
-        if short_together and documents.kind == "varlen":
+        if short_together and path == "varlen":
             first_short = 0
-        elif short_together and documents.kind == "mixed":
+        elif short_together and path == "mixed":
             first_short = documents.num_long
         out = _long_then_short(query, key, value, documents, first_short, scale)
     return out.transpose(1, 2), None
@@ -240,6 +260,9 @@ def causal_documents(
             runs[-1] = (runs[-1][0] + 1, length)
         else:
             runs.append((1, length))
+    if len(runs) == 1:  # one call takes all: no split, and no copies of its gradient
+        batched = (_unflatten(tensor, *runs[0]) for tensor in (query, key, value))
+        return _flatten(_rounded_causal(*batched, scale=scale))
     sizes = [count * length for count, length in runs]
     parts = zip(runs, *(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     outs = []

@@ -141,7 +141,7 @@ class LoraConfig(Section):
     """Low-rank adapters through peft, for students whose optimiser state does not fit."""
 
     rank: int = Field(16, ge=1)
-    alpha: float = 32.0
+    alpha: int = 32
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
 

@@ -25,10 +25,12 @@ from trainer.types import Model
 ECE_BINS = 15
 
 
-def heldout_sequences(cache: Any, split: str, seq_len: int, max_rows: int | None) -> Iterable[PackedSequence]:
-    """One unshuffled pass over a split; the same sequences in the same order every time."""
+def heldout_sequences(
+    cache: Any, split: str, seq_len: int, max_rows: int | None, *, pad: bool = False
+) -> Iterable[PackedSequence]:
+    """One unshuffled pass over a split; the same sequences in the same order every time. `pad` as in PackedCache."""
     rows = 0
-    for sequence in PackedCache(cache, split=split, seq_len=seq_len, shuffle=False, epochs=1, seed=0):
+    for sequence in PackedCache(cache, split=split, seq_len=seq_len, shuffle=False, epochs=1, pad=pad):
         yield sequence
         rows += sequence.num_rows
         if max_rows is not None and rows >= max_rows:

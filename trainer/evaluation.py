@@ -30,7 +30,7 @@ def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:
     model = student.load_student(folder, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
     result = evaluate(
         model,
-        heldout_sequences(cache, split, config.data.seq_len, config.eval.max_rows),
+        heldout_sequences(cache, split, config.data.seq_len, config.eval.max_rows, pad=device.type == "cuda"),
         vocab_size=cache.spec.tokenizer.vocab_size,
         attention_kind=choose_attention(config, device),
         teacher=load_teacher(config, device, dtype) if config.teacher else None,

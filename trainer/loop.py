@@ -232,7 +232,9 @@ class _Fit:
         config = self.config
         result = evaluate(
             self.model,
-            heldout_sequences(self.cache, config.eval.split, config.data.seq_len, config.eval.max_rows),
+            heldout_sequences(
+                self.cache, config.eval.split, config.data.seq_len, config.eval.max_rows, pad=self.device.type == "cuda"
+            ),
             vocab_size=self.vocab_size,
             attention_kind=self.attention_kind,
             autocast_to=config.train.autocast,

@@ -41,7 +41,7 @@ ARCHITECTURES = {
     ),
 }  # fmt: skip
 LENGTHS = (23, 17, 17, 9, 1)
-CUDA_KINDS = ["documents", "varlen", "flex", "mixed"]
+CUDA_KINDS = ["auto", "documents", "varlen", "flex", "mixed"]
 
 
 def build(config: PreTrainedConfig, implementation: str) -> torch.nn.Module:
@@ -116,6 +116,18 @@ def test_rounded_lengths_are_few_and_close(length: int) -> None:
 
 def test_few_kernel_shapes_serve_all_lengths() -> None:
     assert len({rounded_length(length) for length in range(2048, 32769)}) <= 66
+
+
+def test_auto_follows_the_work_of_a_batch() -> None:
+    def path(*lengths: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> str:
+        return DocumentLayout(lengths, "auto", torch.device(device)).path(dtype)
+
+    assert path(32768) == "documents"
+    assert path(4096, 4096, 512, 512) == "mixed"
+    assert path(*[512] * 64) == "flex"
+    assert path(2100, *[2000] * 10) == "flex"  # one long document holds a tenth of the work
+    assert path(*[512] * 64, dtype=torch.float32) == "documents"
+    assert path(*[512] * 64, device="cpu") == "documents"
 
 
 def test_unsupported_options_are_refused_by_name() -> None:
