@@ -332,6 +332,12 @@ def optimize(
     codec: Annotated[str | None, typer.Option(help=f"Rewrite into this codec: {', '.join(CODECS)}.")] = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Merge shards smaller than this up to about this size.")] = 256,
     without: Annotated[list[str] | None, typer.Option(help="Leave out this doc_id; may be repeated.")] = None,
+    allow_partial: Annotated[
+        bool, typer.Option("--allow-partial", help="Publish although planned shards are missing.")
+    ] = False,
+    allow_repeated_content: Annotated[
+        bool, typer.Option("--allow-repeated-content", help="Publish although two splits share content.")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Rewrite small files into large ones, into another codec, or without given documents, and publish the result.
@@ -345,7 +351,13 @@ def optimize(
     writer = CacheWriter(store, load_spec(store))
     with progress_bar("rewriting") as progress:
         done = run_optimize(
-            writer, codec=codec, target_bytes=megabytes * 2**20, without=without or (), progress=progress
+            writer,
+            codec=codec,
+            target_bytes=megabytes * 2**20,
+            without=without or (),
+            allow_partial=allow_partial,
+            allow_repeated_content=allow_repeated_content,
+            progress=progress,
         )
     if json_:
         print_json({**dataclasses.asdict(done), "manifest": done.manifest.number})

@@ -255,8 +255,10 @@ def _snapshot(
     _check_present(store, files, data)
     uniqueness = check_unique(store, files, spec, allow_repeated_content=allow_repeated)
     drops: Counter[str] = Counter()
+    winners = set(replaced.values())
     for commit in commits:
-        drops.update(commit.drops)
+        if not commit.replaces or commit.shard_id in winners:  # what a void replacement left out is still there
+            drops.update(commit.drops)
     return Manifest(
         number=newest.number + 1 if newest else 1,
         spec_digest=spec.digest,

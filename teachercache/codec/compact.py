@@ -211,11 +211,20 @@ def _grid(j: int) -> npt.NDArray[np.float64]:
 
 
 def quantise(topk_logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-    """[R, K] -> levels [R, K], grid of each row [R], L1 error of each row [R]."""
+    """[R, K] -> levels [R, K], grid of each row [R], L1 error of each row [R].
+
+    A row that was read from a compact file keeps its levels: a second rounding would add another MAX_L1. What the first
+    one moved is not known any more, so the bound stands in for its error.
+    """
     level = np.zeros(topk_logprobs.shape, dtype=np.int32)
     scale = np.zeros(len(topk_logprobs), dtype=np.uint8)
     error = np.full(len(topk_logprobs), np.inf)
-    rows = np.arange(len(topk_logprobs))
+    for j in range(SCALES):
+        rows = np.flatnonzero(np.isinf(error))
+        rows = rows[_on_grid(_grid(j), topk_logprobs[rows, :4])]  # most rows of a teacher end here
+        rows = rows[_on_grid(_grid(j), topk_logprobs[rows])]
+        level[rows], scale[rows], error[rows] = _nearest(_grid(j), topk_logprobs[rows]), j, MAX_L1
+    rows = np.flatnonzero(np.isinf(error))
     for j in range(SCALES):
         level[rows], error[rows] = _quantise_on(_grid(j), topk_logprobs[rows])
         scale[rows] = j
@@ -225,12 +234,22 @@ def quantise(topk_logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.ui
     return level, scale, error
 
 
+def _nearest(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> Int32Array:
+    return np.searchsorted((grid[1:] + grid[:-1]) / 2, -logprobs.astype(np.float64)).astype(np.int32)
+
+
+def _on_grid(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> npt.NDArray[np.bool_]:
+    """[R, k] -> [R]: rows whose every entry is a point, or a point that the open codec rounded to float16."""
+    point = (-grid).astype(np.float32)[_nearest(grid, logprobs)]
+    return np.all((logprobs == point) | (logprobs == point.astype(np.float16)), axis=1)
+
+
 def _quantise_on(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.float64]]:
     """Nearest points, each moved by at most one level so that the errors of a row cancel."""
     middle = (grid[1:] + grid[:-1]) / 2
     probability = np.exp(logprobs.astype(np.float64))
     point = np.exp(-grid)
-    level = np.searchsorted(middle, -logprobs.astype(np.float64)).astype(np.int32)
+    level = _nearest(grid, logprobs)
     carry = np.zeros(len(level))
     for k in range(level.shape[1]):
         wanted = np.maximum(probability[:, k] + carry, 1e-30)

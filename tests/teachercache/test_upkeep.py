@@ -6,15 +6,24 @@ import dataclasses
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 import teachercache
 from teachercache import layout
 from teachercache.commit import ShardAttempt
-from teachercache.errors import MissingObject, NotACache, RepeatedContent, StaleAttempt, UsageError
+from teachercache.errors import (
+    IncompleteCache,
+    MissingObject,
+    NotACache,
+    RepeatedContent,
+    StaleAttempt,
+    UsageError,
+)
 from teachercache.gc import collect
 from teachercache.manifest import manifest_numbers
 from teachercache.optimize import optimize
+from teachercache.plan import Plan, PlanShard
 from teachercache.store import Store
 from teachercache.synthetic import synthetic_records, synthetic_spec
 from teachercache.verify import verify
@@ -73,6 +82,100 @@ def test_a_document_taken_down_is_gone_after_older_manifests_expire(tmp_path):
     assert verify(writer.store, SPEC).ok
     with pytest.raises(UsageError, match="holds no document 'nobody'"):
         optimize(writer, without={"nobody"})
+
+
+def test_a_second_collection_keeps_the_commits_of_replaced_shards(tmp_path):
+    """Else the job would compute every merged shard again, and the cache would count as incomplete."""
+    writer = writer_with(tmp_path, range(3))
+    optimize(writer)
+    for _ in range(3):
+        collect(writer.store, SPEC, keep_manifests=1, dry_run=False)
+        assert writer.committed() >= {"s0", "s1", "s2"}
+    assert writer.publish().number == 2, "nothing is new"
+
+
+def test_a_takedown_that_loses_its_shard_to_a_merge_is_done_again(tmp_path):
+    writer = writer_with(tmp_path, range(3))
+    records = [r for i in (0, 1) for r in synthetic_records(SPEC, 4, seed=i, prefix=f"s{i}")]
+
+    def another_process_merges_first(done, total):
+        if "aaa-merge" not in writer.committed():
+            writer.commit("aaa-merge", records, replaces=["s0", "s1"])
+            writer.publish()
+
+    optimize(writer, without={"s1-00002"}, target_bytes=1, progress=another_process_merges_first)
+    assert "s1-00002" not in documents(tmp_path)
+    assert len(documents(tmp_path)) == 11
+
+
+def test_a_takedown_that_was_killed_half_way_is_resumed_by_the_same_command(tmp_path):
+    writer = writer_with(tmp_path, range(3))
+
+    def killed(done, total):
+        raise KeyboardInterrupt
+
+    gone = {"s0-00001", "s2-00003"}
+    with pytest.raises(KeyboardInterrupt):
+        optimize(writer, without=gone, target_bytes=1, progress=killed)
+    optimize(writer, without=gone, target_bytes=1)
+    assert not gone & set(documents(tmp_path))
+    assert len(documents(tmp_path)) == 10
+    assert optimize(writer, without=gone, target_bytes=1).bins == 0, "done already: not an error"
+
+
+def test_optimize_publishes_nothing_that_publish_would_refuse(tmp_path):
+    writer = writer_with(tmp_path, range(2))
+    leak = dataclasses.replace(synthetic_records(SPEC, 4, seed=1, prefix="s1")[0], doc_id="leaked", split="heldout")
+    writer.commit("h", [leak])
+    with pytest.raises(RepeatedContent):
+        optimize(writer)
+    assert manifest_numbers(writer.store) == [1]
+    writer.publish(allow_repeated_content=True)
+    assert optimize(writer, target_bytes=10**9).manifest.repeated_content == 2, "it was told before"
+
+
+def test_optimize_of_a_complete_cache_does_not_publish_half_a_job(tmp_path):
+    writer = writer_with(tmp_path, range(2))
+    shards = [PlanShard(shard_id=f"new-{i}", source="web", input="x", input_digest="0" * 64) for i in range(2)]
+    writer.put_plan(Plan(spec_digest=SPEC.digest, created="now", shards=shards))
+    writer.commit("new-0", synthetic_records(SPEC, 2, prefix="new"))
+    with pytest.raises(IncompleteCache, match="1 of 2 planned shards"):
+        optimize(writer)
+    assert manifest_numbers(writer.store) == [1]
+    assert not optimize(writer, allow_partial=True).manifest.complete
+    assert not optimize(writer, target_bytes=1).manifest.complete, "it was told before"
+
+
+def test_a_row_that_went_through_the_compact_codec_is_not_moved_again(tmp_path):
+    """Else each merge would add another 1 %, and the footer would call the sum zero."""
+    writer = teachercache.create(tmp_path, SPEC, codec="compact")
+    for i in range(3):
+        writer.commit(f"s{i}", synthetic_records(SPEC, 8, seed=i, prefix=f"s{i}"))
+    cache = teachercache.open(tmp_path) if writer.publish() else None
+    before = {r.doc_id: dense(r) for r in cache.records()}
+    assert max(max_l1(cache, entry) for entry in cache.manifest.files) > 0
+    optimize(writer)
+    merged = teachercache.open(tmp_path)
+    assert len(merged.manifest.files) == 1
+    for record in merged.records():
+        assert np.array_equal(dense(record), before[record.doc_id])
+    assert max_l1(merged, merged.manifest.files[0]) == 0.01, "what the first encoding moved is known by its bound only"
+    optimize(writer, codec="open")
+    optimize(writer, codec="compact")
+    for record in teachercache.open(tmp_path).records():
+        assert np.abs(np.exp(dense(record)) - np.exp(before[record.doc_id])).sum(1).max() < 2e-3, "float16 at most"
+
+
+def dense(record):
+    """[r, V] log-probabilities: ids of one level have no order of their own."""
+    table = np.full((len(record.row_pos), SPEC.tokenizer.vocab_size), -np.inf, np.float32)
+    np.put_along_axis(table, record.topk_ids, record.topk_logprobs, axis=1)
+    return table
+
+
+def max_l1(cache, entry):
+    with cache.open_file(entry) as file:
+        return float(file.footer.metadata[b"teachercache.compact.max_l1"])
 
 
 def test_two_optimisers_of_overlapping_shards_repeat_nothing(tmp_path):
