@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,15 +14,17 @@ from pydantic import Field
 
 from teachercache import layout
 from teachercache.codec import Block, Codec, get_codec
-from teachercache.codec.open import META_PREFIX, column, meta_array, meta_type
-from teachercache.errors import CorruptFile, InvalidRecord, UnsafeManifest
+from teachercache.codec.open import META_PREFIX, column, meta_array, meta_kind, meta_type
+from teachercache.errors import CorruptFile, InvalidRecord, UnsafeManifest, UsageError
 from teachercache.record import Record, check_record
 from teachercache.spec import CacheSpec, Strict
 from teachercache.store import Store
 
 ROWS_PER_GROUP = 16_384  # about 4.5 MB: one range request, small enough to shuffle, large enough to compress
+GROUP_BYTES = 2**26  # of the top-K of a row group, which a large K reaches before ROWS_PER_GROUP
 MAX_GROUP_BYTES = 2**31  # uncompressed; a lying footer must not make a reader allocate more
 MAX_FILE_BYTES = 2**37  # 128 GiB; nobody writes such a file, and a manifest that claims more is refused
+DOWNLOAD_BYTES = 2**23  # one range request
 PRE_BUFFER = True  # one range request for the wanted columns of a row group, from another thread
 RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
 
@@ -52,7 +54,7 @@ class FileBuilder:
         self._spec, self._digest = spec, spec.digest
         self._codec = get_codec(where.codec, spec.top_k, spec.tokenizer.vocab_size)
         self._pending: list[Record] = []
-        self._pending_rows = 0
+        self._pending_rows = self._pending_bytes = 0
         self._meta_kinds: dict[str, set[type]] = {}
         self._writer: pq.ParquetWriter | None = None
         self._documents: set[str] = set()
@@ -62,6 +64,14 @@ class FileBuilder:
     def add(self, record: Record) -> None:
         """Check and buffer a record; writes a row group when enough rows wait."""
         check_record(record, vocab_size=self._spec.tokenizer.vocab_size, top_k=self._spec.top_k)
+        size = _group_bytes(record)
+        if size > MAX_GROUP_BYTES // 2:
+            raise InvalidRecord(
+                "too_long",
+                f"its rows take {size:,} bytes, limit {MAX_GROUP_BYTES // 2:,}; split it into windows",
+                doc_id=record.doc_id,
+                window=record.window,
+            )
         name = (record.doc_id, record.window)
         if name in self._windows:
             raise InvalidRecord(
@@ -72,13 +82,14 @@ class FileBuilder:
         for key, value in record.meta.items():
             kinds = self._meta_kinds.setdefault(key, set())
             if value is not None:
-                kinds.add(type(value))
+                kinds.add(meta_kind(value))
         self._pending.append(record)
         self._pending_rows += len(record.row_pos)
+        self._pending_bytes += size
         self._records += 1
         self._tokens += len(record.input_ids)
         self._rows += len(record.row_pos)
-        if self._pending_rows >= ROWS_PER_GROUP:
+        if self._pending_rows >= ROWS_PER_GROUP or self._pending_bytes >= GROUP_BYTES:
             self._flush()
 
     def close(self) -> FileEntry:
@@ -114,7 +125,7 @@ class FileBuilder:
             self._writer = self._open(self.local, table.schema)
         self._writer.write_table(table, row_group_size=len(table))
         self._groups += 1
-        self._pending, self._pending_rows = [], 0
+        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
 
     def _open(self, path: Path, schema: pa.Schema) -> pq.ParquetWriter:
         named = {
@@ -228,6 +239,11 @@ class DataFile:
     def footer(self) -> pq.FileMetaData:
         return self._file.metadata
 
+    def meta_types(self) -> dict[str, pa.DataType]:
+        """Name -> type of each column of the corpus."""
+        fields = (field for field in self._file.schema_arrow if field.name.startswith(META_PREFIX))
+        return {field.name.removeprefix(META_PREFIX): field.type for field in fields}
+
     def read_group(self, i: int, columns: set[str] | None = None) -> Block:
         """One row group as a Block; `columns` are Record fields, None = all. Raises CorruptFile."""
         try:
@@ -257,6 +273,30 @@ class DataFile:
         if names is not None and "meta" in columns:
             names += [n for n in self._file.schema_arrow.names if n.startswith(META_PREFIX)]
         return names
+
+
+def check_columns(columns: Collection[str] | None) -> set[str] | None:
+    """The Record fields to read, None = all; UsageError for one that a record does not have."""
+    if columns is None:
+        return None
+    if unknown := set(columns) - set(RECORD_FIELDS):
+        raise UsageError(f"unknown columns {sorted(unknown)}; a record has {', '.join(RECORD_FIELDS)}.")
+    return set(columns)
+
+
+def download(store: Store, entry: FileEntry, out: BinaryIO) -> str:
+    """Copy a data file into `out`, by range requests; returns the sha256 hex of what came."""
+    digest = hashlib.sha256()
+    for start in range(0, entry.size, DOWNLOAD_BYTES):
+        data = store.read_range(entry.path, start, min(start + DOWNLOAD_BYTES, entry.size))
+        digest.update(data)
+        out.write(data)
+    return digest.hexdigest()
+
+
+def _group_bytes(record: Record) -> int:
+    """About what a record takes in a row group before compression; top-K rows outweigh all else."""
+    return 8 * record.topk_ids.size + 4 * record.input_ids.size
 
 
 def sha256_file(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import time
 import uuid
@@ -13,11 +12,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from teachercache.datafile import FileEntry
+from teachercache.datafile import FileEntry, download
 from teachercache.errors import CorruptFile
 from teachercache.store import Store
 
-BLOCK = 2**23
 STALE_SECONDS = 3600.0  # a download that was killed stops holding room
 _TEMP = ".tmp-"
 
@@ -51,6 +49,10 @@ class DiskCache:
                 temp.unlink(missing_ok=True)
         return opened
 
+    def forget(self, entry: FileEntry) -> None:
+        """Drop the copy of a file that turned out to be damaged."""
+        (self.folder / f"{entry.sha256}.parquet").unlink(missing_ok=True)
+
     def size(self) -> int:
         """Bytes held, downloads in flight included."""
         return sum(size for _, size, _ in self._held())
@@ -75,13 +77,11 @@ class DiskCache:
             return temp
 
     def _download(self, store: Store, entry: FileEntry, temp: Path) -> None:
-        digest = hashlib.sha256()
         with temp.open("r+b") as out:
-            for start in range(0, entry.size, BLOCK):
-                data = store.read_range(entry.path, start, min(start + BLOCK, entry.size))
-                digest.update(data)
-                out.write(data)
-        if digest.hexdigest() != entry.sha256:
+            digest = download(store, entry, out)
+            out.flush()
+            os.fsync(out.fileno())  # else a power cut may keep the name and lose the bytes
+        if digest != entry.sha256:
             raise CorruptFile(f"{entry.path} does not have the sha256 of its manifest; run `teachercache verify`.")
 
     def _held(self) -> Iterator[tuple[float, int, Path]]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from teachercache.codec import get_codec
@@ -32,6 +33,7 @@ def export(
         raise UsageError(f"files of {target_bytes:,} bytes exceed the limit of {MAX_FILE_BYTES:,}.")
     written: list[Path] = []
     codec = get_codec("open", cache.spec.top_k, cache.spec.tokenizer.vocab_size)
+    types = _meta_types(cache)
     done = 0
     for split in cache.splits:
         for source in sorted({f.source for f in cache.files(split)}):
@@ -41,8 +43,8 @@ def export(
             for entry in cache.files(split, source):
                 with cache.open_file(entry) as file:
                     for block in file.blocks():
-                        table = codec.encode(dataclasses.replace(block, split=split, source=source))
-                        if writer is not None and (path.stat().st_size > target_bytes or writer.schema != table.schema):
+                        table = codec.encode(dataclasses.replace(block, split=split, source=source), types)
+                        if writer is not None and (path.stat().st_size > target_bytes):
                             writer.close()
                             writer = None
                         if writer is None:
@@ -62,6 +64,16 @@ def export(
     )
     _copy_tokenizer(cache, folder / "tokenizer")
     return written
+
+
+def _meta_types(cache: Cache) -> dict[str, pa.DataType]:
+    """One type for each column of the corpus in every file of the data set; text where the cache's files disagree."""
+    types: dict[str, pa.DataType] = {}
+    for entry in cache.manifest.files:
+        with cache.open_file(entry) as file:
+            for name, kind in file.meta_types().items():
+                types[name] = kind if types.get(name, kind) == kind else pa.string()
+    return types
 
 
 def _names(folder: Path, source: str) -> Iterator[Path]:

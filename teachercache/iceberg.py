@@ -47,7 +47,7 @@ def register(cache: Cache, catalog: str, table: str) -> int:
     try:
         target: Any = store.load_table(table)
     except NoSuchTableError:
-        target = store.create_table(table, schema=_schema(cache))
+        target = store.create_table(table, schema=common_schema(cache))
     present = set(target.inspect.files().column("file_path").to_pylist()) if target.current_snapshot() else set()
     if gone := present - wanted:
         raise UsageError(
@@ -66,10 +66,16 @@ def register(cache: Cache, catalog: str, table: str) -> int:
     return len(fresh)
 
 
-def _schema(cache: Cache) -> pa.Schema:
+def common_schema(cache: Cache) -> pa.Schema:
     """All columns of all files; the corpus's differ from source to source."""
     schemas = []
     for entry in cache.manifest.files:
         with cache.store.open_input(entry.path, size=entry.size) as file:
             schemas.append(pq.read_schema(file).remove_metadata())
-    return pa.unify_schemas(schemas)
+    try:
+        return pa.unify_schemas(schemas)
+    except pa.ArrowTypeError as error:
+        raise UsageError(
+            f"{cache.url} cannot be one table: a column of the corpus has another type in another file ({error}); "
+            "`export --to` a folder instead, where it becomes text."
+        ) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from teachercache import layout
-from teachercache.datafile import RECORD_FIELDS, DataFile
+from teachercache.datafile import DataFile, check_columns
 from teachercache.document import read_sealed
 from teachercache.errors import MissingObject, NotACache, UsageError
 from teachercache.manifest import Manifest, ManifestFile, load_manifest, manifest_numbers
@@ -115,9 +115,7 @@ class Cache:
 
         One row group is read ahead in another thread. Memory: about two row groups (30 MB).
         """
-        wanted = None if columns is None else set(columns)
-        if wanted is not None and (unknown := wanted - set(RECORD_FIELDS)):
-            raise UsageError(f"unknown columns {sorted(unknown)}; a record has {', '.join(RECORD_FIELDS)}.")
+        wanted = check_columns(columns)
         left = float("inf") if limit is None else limit
         with ThreadPoolExecutor(1) as ahead:
             for entry in self.files(split, source):

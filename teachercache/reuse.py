@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from teachercache.codec import Block
 from teachercache.datafile import DataFile, FileEntry
+from teachercache.errors import MissingObject
 from teachercache.manifest import live_commits, newest_manifest, read_commits, resolve_replacements
 from teachercache.record import Record
 from teachercache.spec import CacheSpec
@@ -51,7 +52,10 @@ class ReuseIndex:
         if i is None:
             return None
         file, group, row = (int(v) for v in self._places[i])
-        return self._block(file, group).record(row)
+        try:
+            return self._block(file, group).record(row)
+        except MissingObject:  # merged away and collected since the index was built: nothing to copy, so compute it
+            return None
 
     def _find(self, content_key: bytes) -> int | None:
         key = np.frombuffer(content_key, dtype="V16")[0]
@@ -71,9 +75,12 @@ class ReuseIndex:
     def _keys_of(self, file: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         keys: list[bytes] = []
         places: list[tuple[int, int, int]] = []
-        with DataFile(self._store, self._files[file], self._spec) as data:
-            for group, block in enumerate(data.blocks({"content_key"})):
-                assert block.content_key is not None
-                keys += block.content_key
-                places += [(file, group, row) for row in range(len(block))]
+        try:
+            with DataFile(self._store, self._files[file], self._spec) as data:
+                for group, block in enumerate(data.blocks({"content_key"})):
+                    assert block.content_key is not None
+                    keys += block.content_key
+                    places += [(file, group, row) for row in range(len(block))]
+        except MissingObject:  # a void commit, or one that was merged away meanwhile: it offers nothing
+            keys, places = [], []
         return np.frombuffer(b"".join(keys), dtype="V16"), np.array(places, dtype=np.int64).reshape(-1, 3)

@@ -96,7 +96,13 @@ class Store:
         options: dict[str, Any] = dict(storage_options or {})
         scheme = urlsplit(url).scheme if "://" in url else "file"
         if scheme in ("s3", "s3a"):
-            if not urlsplit(url).netloc:
+            bucket = urlsplit(url).netloc
+            if "?" in url or "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
+                raise UsageError(  # without the URL: keys in it would stand in every message
+                    "an S3 URL holds a bucket and a prefix and nothing else; expected s3://bucket/prefix without '?', '@' "
+                    "or ':', and credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile."
+                )
+            if not bucket:
                 raise UsageError(f"{url!r} names no bucket; expected s3://bucket/prefix.")
             options.setdefault("use_listings_cache", False)  # else another process's commits stay hidden
             options.setdefault("skip_instance_cache", True)

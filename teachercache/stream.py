@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from teachercache.codec import Block
-from teachercache.datafile import RECORD_FIELDS, DataFile
+from teachercache.datafile import DataFile, check_columns
 from teachercache.diskcache import DiskCache
-from teachercache.errors import UsageError
+from teachercache.errors import CorruptFile, UsageError
 from teachercache.manifest import ManifestFile
 from teachercache.reader import Cache
 from teachercache.record import Record
@@ -77,14 +78,12 @@ class RecordStream(Iterator[Record]):
             raise UsageError(f"rank {rank} must lie in [0, world_size {world_size}).")
         if min(prefetch, shuffle_groups) < 1:
             raise UsageError(f"prefetch {prefetch} and shuffle_groups {shuffle_groups} must be at least 1.")
-        if columns is not None and (unknown := set(columns) - set(RECORD_FIELDS)):
-            raise UsageError(f"unknown columns {sorted(unknown)}; a record has {', '.join(RECORD_FIELDS)}.")
+        self._columns = check_columns(columns)
         self._cache = cache
         self._files = [f for f in cache.files(split, source) if f.records]
         self._units: list[Unit] = [(i, g) for i, file in enumerate(self._files) for g in range(file.row_groups)]
         if not self._units:
             raise UsageError(f"{cache.url} has no records of split {split!r}; expected at least one.")
-        self._columns = None if columns is None else set(columns)
         self._identity: dict[str, Any] = {
             "version": STATE_VERSION,
             "manifest": cache.manifest.digest,
@@ -106,7 +105,14 @@ class RecordStream(Iterator[Record]):
         self._records = self._run(*self._at)
 
     def __next__(self) -> Record:
-        return next(self._records)
+        """Raises what reading raises; the next call then tries again from the same place, and never skips or ends."""
+        try:
+            return next(self._records)
+        except StopIteration:
+            raise
+        except Exception:
+            self._records = self._run(*self._at)  # a generator that raised would only say that there is no more
+            raise
 
     def state(self) -> dict[str, Any]:
         """JSON-able position after the record that came last. A stream opened with it continues with the next one."""
@@ -193,13 +199,20 @@ class RecordStream(Iterator[Record]):
 
     def _read(self, unit: Unit) -> Block:
         entry = self._files[unit[0]]
-        local = self._disk.fetch(self._cache.store, entry) if self._disk is not None else None
+        if self._disk is not None and (local := self._disk.fetch(self._cache.store, entry)) is not None:
+            try:
+                return self._read_from(entry, unit[1], local)
+            except CorruptFile:
+                self._disk.forget(entry)  # it was verified when it came: the disk lost it, and the object decides
+        return self._read_from(entry, unit[1], None)
+
+    def _read_from(self, entry: ManifestFile, group: int, local: pa.NativeFile | None) -> Block:
         with self._lock:
             footer = self._footers.get(entry.path)
         with DataFile(self._cache.store, entry, self._cache.spec, footer=footer, local=local) as file:
             if footer is None:
                 self._keep_footer(entry, file.footer)
-            return file.read_group(unit[1], self._columns)
+            return file.read_group(group, self._columns)
 
     def _keep_footer(self, entry: ManifestFile, footer: pq.FileMetaData) -> None:
         with self._lock:

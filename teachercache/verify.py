@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ import pyarrow as pa
 
 from teachercache import layout
 from teachercache.commit import Commit
-from teachercache.datafile import DataFile
+from teachercache.datafile import DataFile, download
 from teachercache.document import read_sealed
 from teachercache.errors import InvalidRecord, MissingObject, TeacherCacheError
 from teachercache.manifest import (
@@ -34,7 +33,6 @@ from teachercache.store import Store
 from teachercache.tokenizer import check_tokenizer
 from teachercache.uniqueness import check_unique
 
-BLOCK = 2**23
 PROBLEMS_PER_FILE = 20
 
 
@@ -170,19 +168,15 @@ def _check_file(store: Store, spec: CacheSpec, entry: ManifestFile, *, whole: bo
 
 
 def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Path, found: Verification) -> None:
-    digest = hashlib.sha256()
     with copy.open("wb") as out:
-        for start in range(0, entry.size, BLOCK):
-            data = store.read_range(entry.path, start, min(start + BLOCK, entry.size))
-            digest.update(data)
-            out.write(data)
+        digest = download(store, entry, out)
     found.files_read, found.bytes_read = 1, entry.size
-    if digest.hexdigest() != entry.sha256:
+    if digest != entry.sha256:
         found.problems.append(
             Problem(
                 entry.path,
                 "TC-E102",
-                f"{entry.path} has sha256 {digest.hexdigest()[:12]}, expected {entry.sha256[:12]}.",
+                f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}.",
             )
         )
     tokens, documents = 0, set()

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from teachercache.codec.block import Block
-from teachercache.record import round_logprobs
+from teachercache.record import is_unicode, round_logprobs
 
 META_PREFIX = "meta_"  # a column of the corpus; keeps its name apart from columns that later versions may add
 _LEAF = "list.element"
@@ -138,9 +138,16 @@ def row_columns(block: Block) -> dict[str, pa.Array]:
 def meta_columns(block: Block, types: Mapping[str, pa.DataType] | None = None) -> dict[str, pa.Array]:
     """Columns of the corpus, one for each name in `types` (default: what the block itself shows)."""
     if types is None:
-        types = {name: meta_type({type(v) for v in values if v is not None}) for name, values in block.meta.items()}
+        types = {
+            name: meta_type({meta_kind(v) for v in values if v is not None}) for name, values in block.meta.items()
+        }
     absent = [None] * len(block)
     return {META_PREFIX + name: meta_array(block.meta.get(name, absent), types[name]) for name in sorted(types)}
+
+
+def meta_kind(value: Any) -> type:
+    """The Python type that decides a column's; an integer beyond 64 bits counts as text."""
+    return str if type(value) is int and not -(2**63) <= value < 2**63 else type(value)
 
 
 def meta_type(kinds: set[type]) -> pa.DataType:
@@ -153,10 +160,13 @@ def meta_type(kinds: set[type]) -> pa.DataType:
 def meta_array(values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
     if arrow_type != pa.string():
         return pa.array(values, arrow_type)
-    texts = [
-        v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False, sort_keys=True) for v in values
-    ]
-    return pa.array(texts, pa.string())
+    return pa.array([None if v is None else _meta_text(v) for v in values], pa.string())
+
+
+def _meta_text(value: Any) -> str:
+    """A string as it is, anything else as JSON; what JSON lacks (dates, decimals) by its str, lone surrogates as U+FFFD."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    return text if is_unicode(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def column(table: pa.Table, name: str) -> pa.Array | None:

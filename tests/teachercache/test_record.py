@@ -127,3 +127,9 @@ def test_any_shape_of_records_survives_a_file(tmp_path_factory, lengths, seed, c
         assert np.array_equal(np.sort(wrote.topk_ids, 1), np.sort(read.topk_ids, 1))
         if codec == "open":
             assert np.array_equal(read.topk_logprobs, round_logprobs(wrote.topk_logprobs))
+
+
+def test_a_doc_id_that_is_not_unicode_is_named_before_it_breaks_a_file():
+    """JSON lets half a surrogate pair through; Parquet does not."""
+    with pytest.raises(InvalidRecord, match="doc_id"):
+        check_record(dataclasses.replace(GOOD, doc_id="a\ud800"), vocab_size=1000, top_k=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import teachercache
 from teachercache.errors import UsageError
 from teachercache.export import export
+from teachercache.iceberg import common_schema
 from teachercache.report import report
 from teachercache.synthetic import synthetic_records, synthetic_spec
 
@@ -157,3 +159,30 @@ def test_a_cache_is_an_iceberg_table_without_a_copy(cache, tmp_path):
     for target, says in (("lab:one", "names no namespace"), ("nowhere:caches.one", "pyiceberg knows no catalog")):
         done = register(target)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+
+
+def test_a_column_of_two_types_is_no_iceberg_table(tmp_path):
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    for name, value in (("a", 5), ("b", "five")):
+        writer.commit(
+            name, [dataclasses.replace(r, meta={"stars": value}) for r in synthetic_records(SPEC, 2, prefix=name)]
+        )
+    writer.publish()
+    with pytest.raises(UsageError, match="another type in another file"):
+        common_schema(teachercache.open(tmp_path / "cache"))
+
+
+def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path, monkeypatch):
+    """A rare meta value makes some row groups all null; readers of a data set want the same columns in every file."""
+    monkeypatch.setattr("teachercache.datafile.ROWS_PER_GROUP", 100)
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    records = [
+        dataclasses.replace(r, meta={"stars": 5} if i in (7, 8) else {})
+        for i, r in enumerate(synthetic_records(SPEC, 12))
+    ]
+    writer.commit("a", records)
+    writer.commit("b", synthetic_records(SPEC, 3, seed=4, prefix="b", split="heldout"))
+    writer.publish()
+    written = export(teachercache.open(tmp_path / "cache"), tmp_path / "export")
+    assert len(written) == 2, "one file for each split"
+    assert {str(pl.read_parquet_schema(path)["meta_stars"]) for path in written} == {"Int64"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 
 import numpy as np
 import pytest
@@ -10,9 +12,9 @@ import pytest
 import teachercache
 from teachercache import Plan, PlanShard
 from teachercache.document import utc_now
-from teachercache.errors import IncompleteCache, NotACache, SpecMismatch, StoreUnsafe
+from teachercache.errors import IncompleteCache, InvalidRecord, NotACache, SpecMismatch, StoreUnsafe
 from teachercache.record import round_logprobs
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.synthetic import synthetic_record, synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
 
@@ -166,3 +168,46 @@ def test_windows_and_masks_survive(tmp_path):
     writer.commit("s", [cut])
     writer.publish()
     assert next(teachercache.open(tmp_path).records()).same_as(expected(cut))
+
+
+def test_whatever_a_corpus_has_as_meta_is_kept_and_breaks_no_shard(tmp_path):
+    """A timestamp from Parquet, an id beyond int64, half a surrogate pair: found at the end of a shard, each would cost it."""
+    values = {
+        "when": datetime.date(2026, 1, 2),
+        "price": decimal.Decimal("1.50"),
+        "huge": 2**64,
+        "odd": "a\ud800b",
+        "nested": {"k": [1, datetime.date(2026, 1, 2), "\ud800"]},
+        "count": np.int64(7),
+    }
+    first, second = synthetic_records(SPEC, 2)
+    writer = teachercache.create(tmp_path, SPEC)
+    writer.commit("s", [dataclasses.replace(first, meta=values), dataclasses.replace(second, meta={"huge": 5})])
+    writer.publish()
+    found, other = (r.meta for r in teachercache.open(tmp_path).records())
+    assert found["huge"] == str(2**64)
+    assert other["huge"] == "5"
+    assert found["odd"] == "a\ufffdb"
+    assert "2026-01-02" in found["when"]
+    assert "1.50" in found["price"]
+    assert "2026-01-02" in found["nested"]
+
+
+def test_a_record_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch):
+    """Readers refuse a row group beyond a bound; so must writers, or the commit is of no use."""
+    monkeypatch.setattr("teachercache.datafile.MAX_GROUP_BYTES", 5000)
+    writer = teachercache.create(tmp_path, SPEC)
+    small, large = (
+        synthetic_record(np.random.default_rng(0), SPEC, name, length=n) for name, n in (("a", 5), ("b", 99))
+    )
+    with pytest.raises(InvalidRecord, match="split it into windows") as caught:
+        writer.commit("s", [small, large])
+    assert caught.value.reason == "too_long"
+
+
+def test_wide_rows_make_small_row_groups(tmp_path, monkeypatch):
+    """A row group is what a reader holds in memory: bounded in bytes, whatever K is."""
+    monkeypatch.setattr("teachercache.datafile.GROUP_BYTES", 2000)
+    writer = teachercache.create(tmp_path, SPEC)
+    writer.commit("s", synthetic_records(SPEC, 20))
+    assert writer.publish().files[0].row_groups > 5

@@ -190,3 +190,13 @@ def test_a_store_that_does_not_answer_and_a_bucket_that_is_not_there_are_named(s
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(teachercache.errors.StoreUnavailable, match="does not answer"):
         teachercache.open("s3://bucket/cache")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://AKIA:HUSHHUSH@bucket/cache", "s3://AKIA:HUSH/HUSH@bucket/cache", "s3://bucket/cache?secret=HUSHHUSH"]
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url):
+    done = cli("show", url)
+    assert done.returncode == 2
+    assert "AWS_ACCESS_KEY_ID" in done.stderr
+    assert "HUSH" not in done.stderr + done.stdout

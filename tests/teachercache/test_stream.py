@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 
 import teachercache
-from teachercache.errors import UsageError
+from teachercache.errors import StoreUnavailable, UsageError
+from teachercache.stream import RecordStream
 from teachercache.synthetic import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
@@ -150,3 +151,38 @@ def test_a_stream_outlives_lost_connections_and_short_answers(s3_url, monkeypatc
     with cache.stream(repeat=False) as stream:
         assert sorted(r.doc_id for r in stream) == [r.doc_id for r in records]
     assert next(calls) > 3
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_stream_that_raised_goes_on_where_it_was_instead_of_ending(cache, shuffle, monkeypatch):
+    """A caller that catches the error and asks again must not take the silence for the end of the data."""
+    plain = names(cache.stream(shuffle=shuffle, shuffle_groups=2, repeat=False))
+    real, calls = RecordStream._read, itertools.count()
+
+    def fails_once(stream, unit):
+        if next(calls) == 5:
+            raise StoreUnavailable("the store went away")
+        return real(stream, unit)
+
+    monkeypatch.setattr(RecordStream, "_read", fails_once)
+    found = []
+    with cache.stream(shuffle=shuffle, shuffle_groups=2, repeat=False) as stream:
+        with pytest.raises(StoreUnavailable):
+            found.extend(r.doc_id for r in stream)
+        found += [r.doc_id for r in stream]
+    assert found == plain
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "zeros"])
+def test_a_damaged_local_copy_is_replaced_by_the_object(cache, tmp_path, damage):
+    plain = names(cache.stream(seed=3, repeat=False))
+    assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain
+    copies = list(tmp_path.glob("*.parquet"))
+    for copy in copies:
+        data = copy.read_bytes()
+        half = len(data) // 2
+        flipped = bytes(b ^ 0xFF for b in data[:half])
+        copy.write_bytes({"cut": data[:half], "flipped": flipped + data[half:], "zeros": bytes(len(data))}[damage])
+    assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain
+    assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain
+    assert {c.name for c in tmp_path.glob("*.parquet")} == {c.name for c in copies}

@@ -340,3 +340,21 @@ def test_scratch_objects_are_removed(tmp_path, monkeypatch):
     writer.store.create(layout.PROBES + "left", b"x")
     clock.ahead = 8 * 24 * 3600.0
     assert [o.path for o in collect(writer.store, SPEC, dry_run=False).scratch] == ["probes/left"]
+
+
+def test_reuse_computes_again_what_was_collected_since(tmp_path):
+    writer = writer_with(tmp_path, range(2))
+    index = writer.reuse_index()
+    source = synthetic_records(SPEC, 4, seed=1, prefix="s1")[2]
+    key = teachercache.content_key(SPEC.digest, source.input_ids, source.row_pos)
+    optimize(writer, without={"s0-00000"})
+    collect(writer.store, SPEC, keep_manifests=1, dry_run=False)
+    assert index.get(key) is None, "another process merged its file away"
+    assert writer.reuse_index().get(key).doc_id == "s1-00002"
+
+
+def test_reuse_passes_over_a_commit_that_lost_its_file(tmp_path):
+    writer = writer_with(tmp_path, range(2))
+    result = writer.commit("late", synthetic_records(SPEC, 2, seed=8, prefix="late"))
+    writer.store.delete(result.files[0].path)
+    assert len(writer.reuse_index()) == 8
