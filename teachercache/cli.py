@@ -415,6 +415,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:  # of local files; what a store answers has become an error of ours
+        named = "" if error.filename is None else f"{error.filename}: "
+        print(f"error: {named}{error.strerror or error}; check the path and its rights.", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

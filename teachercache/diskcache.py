@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +31,8 @@ class DiskCache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, store: Store, entry: FileEntry) -> pa.NativeFile | None:
-        """A verified local copy, opened; downloads it once for all processes. None where it exceeds the bound alone."""
+        """A verified local copy, opened; downloads it once for all processes. None where the bound
+        or the disk has no room for it."""
         if entry.size > self.max_bytes:
             return None
         path = self.folder / f"{entry.sha256}.parquet"
@@ -45,6 +48,11 @@ class DiskCache:
                 self._download(store, entry, temp)
                 opened = pa.memory_map(str(temp))  # before the rename: another process may evict it right after
                 temp.rename(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                warnings.warn(f"{self.folder}: {error.strerror}; reading from the store instead.", stacklevel=2)
+                return None
             finally:
                 temp.unlink(missing_ok=True)
         return opened
@@ -85,12 +93,17 @@ class DiskCache:
             raise CorruptFile(f"{entry.path} does not have the sha256 of its manifest; run `teachercache verify`.")
 
     def _held(self) -> Iterator[tuple[float, int, Path]]:
-        for path in [*self.folder.glob("*.parquet"), *self.folder.glob(f"{_TEMP}*")]:
-            try:
-                stat = path.stat()
-            except FileNotFoundError:  # another process evicted or renamed it
-                continue
-            yield stat.st_mtime, stat.st_size, path
+        """(time, size, path) of each file, once. Copies in flight first: one that gets its name meanwhile is then met there."""
+        seen: set[int] = set()
+        for pattern in (f"{_TEMP}*", "*.parquet"):
+            for path in self.folder.glob(pattern):
+                try:
+                    stat = path.stat()
+                except FileNotFoundError:  # another process evicted or renamed it
+                    continue
+                if stat.st_ino not in seen:
+                    seen.add(stat.st_ino)
+                    yield stat.st_mtime, stat.st_size, path
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:

@@ -200,3 +200,10 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url):
     assert done.returncode == 2
     assert "AWS_ACCESS_KEY_ID" in done.stderr
     assert "HUSH" not in done.stderr + done.stdout
+
+
+def test_a_folder_that_is_not_there_is_one_line_and_no_traceback(cache, tmp_path):
+    done = cli("report", str(cache), "--to", str(tmp_path / "nowhere" / "report.html"))
+    assert done.returncode == 1
+    assert "No such file or directory" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 import teachercache
+from teachercache.diskcache import DiskCache
 from teachercache.errors import StoreUnavailable, UsageError
 from teachercache.stream import RecordStream
 from teachercache.synthetic import synthetic_records, synthetic_spec
@@ -186,3 +189,29 @@ def test_a_damaged_local_copy_is_replaced_by_the_object(cache, tmp_path, damage)
     assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain
     assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain
     assert {c.name for c in tmp_path.glob("*.parquet")} == {c.name for c in copies}
+
+
+def test_a_full_scratch_disk_costs_the_local_copy_and_not_the_run(cache, tmp_path, monkeypatch):
+    def full(store, entry, out):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("teachercache.diskcache.download", full)
+    plain = names(cache.stream(seed=3, repeat=False))
+    with pytest.warns(UserWarning, match="No space left on device"):
+        assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain
+    assert not list(tmp_path.glob("*.parquet")) + list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_copy_that_gets_its_name_while_room_is_counted_is_counted(tmp_path, monkeypatch):
+    """Else two streams of a node reserve the same room, and the bound does not hold."""
+    disk = DiskCache(tmp_path, 1000)
+    temp, real = disk._reserve(600), Path.glob
+
+    def glob_and_rename(folder, pattern):
+        found = list(real(folder, pattern))
+        if temp.exists():
+            temp.rename(tmp_path / "done.parquet")
+        return iter(found)
+
+    monkeypatch.setattr(Path, "glob", glob_and_rename)
+    assert disk.size() == 600
