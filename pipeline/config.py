@@ -253,6 +253,11 @@ class RunConfig(_Strict):
         default="quarantine",
         description="a compressed file that ends early: quarantine its shard, or keep what was read",
     )
+    reuse: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="copy rows of inputs that another plan of this cache has committed instead of computing them again; "
+        "auto = where there are commits of another plan (each actor then reads their keys once)",
+    )
     leases: bool = Field(
         default=True, description="advisory: several jobs on one cache do not start with the same shards"
     )

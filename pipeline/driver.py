@@ -59,6 +59,7 @@ class Tally:
     tokens: int = 0
     rows: int = 0
     bytes: int = 0
+    reused_rows: int = 0
     drops: Counter[str] = field(default_factory=Counter)
     estimated_tokens_left: int = 0
 
@@ -217,6 +218,7 @@ class Driver:
         tally.tokens += receipt.tokens
         tally.rows += receipt.rows
         tally.bytes += receipt.bytes
+        tally.reused_rows += receipt.reused_rows
         tally.drops.update(receipt.drops)
         self._on_event("committed", {"shard": receipt.shard_id, "tokens": receipt.tokens, "seconds": receipt.seconds})
 

@@ -18,7 +18,7 @@ from pipeline.driver import Driver, Leases, Outcome, Tally
 from pipeline.identity import build_spec, resolve_model
 from pipeline.plan import Planned, make_plan
 from pipeline.pool import InlinePool, Pool, PoolState
-from teachercache import CacheSpec, CacheWriter, Manifest, Store
+from teachercache import CacheSpec, CacheWriter, Manifest, Plan, Store
 from teachercache.errors import MissingObject, NotACache, SpecMismatch
 
 
@@ -149,6 +149,8 @@ def run_job(
         on_planned(prepared)
     writer = teachercache.create(job.cache, prepared.spec, tokenizer_files=prepared.model)
     plan_digest = writer.put_plan(prepared.planned.plan)
+    job = _with_reuse_settled(job, writer, prepared.planned.plan)
+    prepared.job = job
     leases = _leases(job, writer)
     stop = stop or threading.Event()
     driver = Driver(
@@ -174,6 +176,15 @@ def run_job(
             allow_partial=job.run.allow_partial, allow_repeated_content=job.run.allow_repeated_content
         )
     return Result(outcome, manifest, plan_digest)
+
+
+def _with_reuse_settled(job: JobConfig, writer: CacheWriter, plan: Plan) -> JobConfig:
+    """`run.reuse: auto` made on or off: what this plan itself commits holds nothing that its other shards need."""
+    if job.run.reuse != "auto":
+        return job
+    others = writer.committed() - {shard.shard_id for shard in plan.shards}
+    run = job.run.model_copy(update={"reuse": "on" if others else "off"})
+    return job.model_copy(update={"run": run})
 
 
 def _leases(job: JobConfig, writer: CacheWriter) -> Leases | None:

@@ -132,10 +132,11 @@ def show_plan(console: Console, planned: Planned, tokens_per_s: float | None) ->
 def show_outcome(console: Console, outcome: Outcome) -> None:
     """The summary of a run."""
     tally = outcome.tally
+    copied = f" of which {human(tally.reused_rows)} copied from other plans" if tally.reused_rows else ""
     console.print(
         f"{tally.committed} shards committed ({human(tally.documents)} documents, {human(tally.tokens)} tokens, "
-        f"{human(tally.rows)} rows, {human(tally.bytes, 'B')}), {tally.found} found committed, {tally.quarantined} quarantined, "
-        f"{tally.retries} retries, {tally.conflicts} lost races, {duration(outcome.seconds)}",
+        f"{human(tally.rows)} rows{copied}, {human(tally.bytes, 'B')}), {tally.found} found committed, "
+        f"{tally.quarantined} quarantined, {tally.retries} retries, {tally.conflicts} lost races, {duration(outcome.seconds)}",
         soft_wrap=True,
         highlight=False,
     )

@@ -47,12 +47,18 @@ def read_status(url: str) -> dict[str, Any]:
         "documents": sum(c.documents for c in commits),
         "tokens": sum(c.tokens for c in commits),
         "rows": sum(c.rows for c in commits),
+        "reused_rows": sum(_reused(c, "rows") for c in commits),
         "bytes": sum(f.size for c in commits for f in c.files),
         "drops": dict(drops),
         "broken_documents": broken,
         "estimated_tokens_left": left,
         "complete": bool(planned) and planned.keys() <= done,
     }
+
+
+def _reused(commit: Commit, what: str) -> int:
+    """Records, rows or tokens of a commit that were copied from commits of other plans."""
+    return int((commit.provenance.get("reused") or {}).get(what, 0))
 
 
 def measured_rate(url: str, most: int = 50) -> float | None:
@@ -64,7 +70,7 @@ def measured_rate(url: str, most: int = 50) -> float | None:
     paths = [o.path for o in cache.store.list(COMMITS)][:most]
     tokens = seconds = 0.0
     for commit in read_many(cache.store, Commit, paths):
-        tokens += commit.tokens
+        tokens += commit.tokens - _reused(commit, "tokens")
         seconds += float(commit.provenance.get("teacher_seconds") or 0.0)
     return tokens / seconds if seconds > 0 else None
 
@@ -80,6 +86,8 @@ def show_status(console: Console, report: dict[str, Any], before: dict[str, Any]
     )
     table.add_row("documents", human(report["documents"]))
     table.add_row("tokens, rows", f"{human(report['tokens'])}, {human(report['rows'])}")
+    if report["reused_rows"]:
+        table.add_row("rows re-used", f"{human(report['reused_rows'])} copied from other plans instead of computed")
     table.add_row("size", human(report["bytes"], "B"))
     for reason, count in sorted(report["drops"].items()):
         table.add_row(f"dropped: {reason}", str(count))

@@ -12,10 +12,11 @@ import hashlib
 import os
 import platform
 import socket
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from pipeline.teachers import start_teacher
 from pipeline.teachers.base import Scored, Teacher
 from teachercache import CacheSpec, CacheWriter, PlanShard, Record, Store, check_record, fingerprint_config
 from teachercache.errors import InvalidRecord, TeacherCacheError, UsageError
+from teachercache.record import content_key
 
 ENCODE_BATCH = 64  # documents tokenised at a time
 QUARANTINE_NAMES = 100  # documents named in one quarantine entry
@@ -64,6 +66,7 @@ class Receipt:
     tokens: int = 0
     rows: int = 0
     bytes: int = 0
+    reused_rows: int = 0  # of `rows`: copied from commits of other plans
     drops: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     worker: str = ""
@@ -96,6 +99,9 @@ class ShardWorker:
                 f"{model_path} on {socket.gethostname()} holds another config.json than the job was planned with"
             )
         self.writer = CacheWriter(Store.open(job.cache), spec)
+        self._reuse = self.writer.reuse_index() if job.run.reuse == "on" else None
+        self._reuse_lock = threading.Lock()
+        self._spec_digest = spec.digest
         self.loop = EngineLoop(start or (lambda: self._start(str(model_path))), job.teacher.max_inflight_tokens)
         self.name = f"{socket.gethostname()}:{os.getpid()}"
 
@@ -116,12 +122,13 @@ class ShardWorker:
         began, shard = time.monotonic(), task.shard
         busy, scored_before = self.loop.busy_s, self.loop.tokens
         drops: Counter[str] = Counter()
+        reused: Counter[str] = Counter()
         broken: dict[str, list[str]] = {}
         provenance: dict[str, Any] = {}
         self._check_input(shard)
         with self.writer.new_attempt(shard.shard_id) as attempt:
             seen: set[tuple[str, str]] = set()
-            for record in self._records(task, drops, broken):
+            for record in self._records(task, drops, broken, reused):
                 try:
                     if (record.split, record.source) not in seen:  # an empty file would be left behind otherwise
                         check_record(record, vocab_size=self.spec.tokenizer.vocab_size, top_k=self.spec.top_k)
@@ -134,9 +141,12 @@ class ShardWorker:
             attempt.finish()
             attempt.upload()
             # shards overlap: engine time is shared out by tokens
-            share = sum(e.tokens for e in attempt.entries) / max(1, self.loop.tokens - scored_before)
+            scored_tokens = sum(e.tokens for e in attempt.entries) - reused["tokens"]
+            share = scored_tokens / max(1, self.loop.tokens - scored_before)
             teacher_seconds = min(1.0, share) * (self.loop.busy_s - busy)
             provenance.update(self._provenance(time.monotonic() - began, teacher_seconds))
+            if reused:
+                provenance["reused"] = dict(reused)
             result = attempt.commit(drops=drops, provenance=provenance)
         if result.won:
             self._name_broken(shard.shard_id, broken)
@@ -148,6 +158,7 @@ class ShardWorker:
             tokens=result.tokens,
             rows=result.rows,
             bytes=result.bytes,
+            reused_rows=reused["rows"],
             drops=dict(drops),
             seconds=time.monotonic() - began,
             worker=self.name,
@@ -161,22 +172,69 @@ class ShardWorker:
                 f"({now.digest[:20]}…); run the job again to plan the new content"
             )
 
-    def _records(self, task: ShardTask, drops: Counter[str], broken: dict[str, list[str]]) -> Iterator[Record]:
+    def _records(
+        self, task: ShardTask, drops: Counter[str], broken: dict[str, list[str]], reused: Counter[str]
+    ) -> Iterator[Record]:
         suspects = set(task.suspects)
-        watched = task.attempt > 0
         for alone in (False, True) if suspects else (False,):
             windows = self._windows(task, drops, broken, alone, suspects)
+            known: deque[Window] = deque()  # filled by the reader's thread, emptied here
+            gone: list[Window] = []
+            for record in self._scored(task, self._without_known(windows, known), alone, drops, broken):
+                yield record
+                yield from self._copies(known, gone, reused)
+            yield from self._copies(known, gone, reused)
+            yield from self._scored(task, iter(gone), alone, drops, broken)
+
+    def _scored(
+        self, task: ShardTask, windows: Iterator[Window], alone: bool, drops: Counter[str], broken: dict[str, list[str]]
+    ) -> Iterator[Record]:
+        """Records of what the teacher scores; windows without usable rows are counted."""
+        watched = task.attempt > 0
+        if watched:
+            windows = self._journalled(task.shard.shard_id, windows)
+        for window, scored in self.loop.score(windows, alone=alone):
             if watched:
-                windows = self._journalled(task.shard.shard_id, windows)
-            for window, scored in self.loop.score(windows, alone=alone):
-                if watched:
-                    self.journal(task.shard.shard_id, "out", [window.ordinal])
-                if scored.rows is None:
-                    reason = scored.error.reason if scored.error else "no_rows"
-                    drops[reason] += 1
-                    broken.setdefault(reason, []).append(window.doc_id)
-                    continue
-                yield record_of(window, scored)
+                self.journal(task.shard.shard_id, "out", [window.ordinal])
+            if scored.rows is None:
+                reason = scored.error.reason if scored.error else "no_rows"
+                drops[reason] += 1
+                broken.setdefault(reason, []).append(window.doc_id)
+                continue
+            yield record_of(window, scored)
+
+    def _key(self, window: Window) -> bytes:
+        return content_key(self._spec_digest, np.asarray(window.input_ids, dtype=np.int32), window.row_pos)
+
+    def _without_known(self, windows: Iterator[Window], known: deque[Window]) -> Iterator[Window]:
+        """The windows that the teacher must score; those with committed rows go to `known` (tokens only: small)."""
+        for window in windows:
+            if self._reuse is not None and self._key(window) in self._reuse:
+                known.append(window)
+            else:
+                yield window
+
+    def _copies(self, known: deque[Window], gone: list[Window], reused: Counter[str]) -> Iterator[Record]:
+        """Records of `known` windows out of the cache; a file collected since then puts its windows into `gone`."""
+        while known:
+            window = known.popleft()
+            assert self._reuse is not None
+            with self._reuse_lock:  # shards overlap, and the index keeps decoded row groups
+                found = self._reuse.get(self._key(window))
+            if found is None:
+                gone.append(window)
+                continue
+            reused.update(records=1, rows=len(found.row_pos), tokens=len(found.input_ids))
+            yield replace(
+                found,
+                doc_id=window.doc_id,
+                window=window.window,
+                start=window.start,
+                split=window.split,
+                source=window.source,
+                loss_mask=window.loss_mask,
+                meta=window.meta,
+            )
 
     def _journalled(self, shard_id: str, windows: Iterator[Window]) -> Iterator[Window]:
         for window in windows:
