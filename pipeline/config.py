@@ -13,15 +13,13 @@ everything under `run` may change between two runs of the same job without chang
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from teachercache.errors import UsageError
+from teachercache import configfile
 from teachercache.record import NAME
 
 _NAME = f"^{NAME.pattern}$"  # sources and splits stand in object names
@@ -305,94 +303,14 @@ class JobConfig(_Strict):
         return [f if "://" in f or f.startswith("/") else f"{root}/{f}" for f in corpus.files]
 
 
-def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    """Keys that are allowed where `path` points to (list indices skipped)."""
-    current: Any = model
-    for part in path:
-        if isinstance(part, int):
-            continue
-        field = getattr(current, "model_fields", {}).get(part)
-        if field is None:
-            return []
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        current = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if current is None:
-            return []
-    fields: dict[str, Any] = current.model_fields
-    return list(fields)
-
-
-def _explain(error: ValidationError, where: str) -> str:
-    """The first problem as one sentence; an unknown key names its nearest neighbour."""
-    first = error.errors()[0]
-    location = first["loc"]
-    dotted = ".".join(str(p) for p in location)
-    if first["type"] == "extra_forbidden":
-        known = _known_keys(JobConfig, location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"{where}: unknown key {dotted!r}; {hint}"
-    if first["type"] == "missing":
-        return f"{where}: key {dotted!r} is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    found = first.get("input")
-    shown = "" if isinstance(found, (dict, list, BaseModel)) else f", found {found!r}"
-    return f"{where}: {dotted or 'job'}: {message}{shown}"
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets `a.b.0.c=value` in place; the value is read as YAML."""
-    key, separator, raw = override.partition("=")
-    if not separator or not key:
-        raise UsageError(f"override {override!r} should look like key=value, for example run.actors=4")
-    parts = key.split(".")
-    node: Any = tree
-    for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
-                raise UsageError(
-                    f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, no {part!r}"
-                )
-            index: Any = int(part)
-        elif isinstance(node, dict):
-            index = part
-        else:
-            raise UsageError(f"override {override!r}: {'.'.join(parts[:depth])} is a single value, not a section")
-        if last:
-            try:
-                node[index] = yaml.safe_load(raw)
-            except yaml.YAMLError as error:
-                raise UsageError(f"override {override!r}: the value is not YAML") from error
-        elif isinstance(node, dict):
-            if node.get(index) is None:
-                node[index] = {}
-            node = node[index]
-        else:
-            node = node[index]
-
-
 def parse_job(tree: dict[str, Any], where: str = "job") -> JobConfig:
     """Checks a tree of plain values.  Raises UsageError with one sentence."""
-    try:
-        return JobConfig.model_validate(tree)
-    except ValidationError as error:
-        raise UsageError(_explain(error, where)) from error
+    return configfile.validate(JobConfig, tree, where)
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None) -> JobConfig:
     """Reads a job file.  Raises UsageError (exit status 2) with one sentence for anything wrong in it."""
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: expected a job file, {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise UsageError(f"{path}: expected a mapping with cache, teacher and corpora, found {type(tree).__name__}")
-    for override in overrides or []:
-        apply_override(tree, override)
-    return parse_job(tree, str(path))
+    return configfile.load(JobConfig, path, overrides or ())
 
 
 def canonical_json(value: Any) -> str:

@@ -6,14 +6,12 @@ because a misspelt option that is silently ignored costs a training run. Nothing
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from teachercache.errors import UsageError
+from teachercache import configfile
 
 
 class Section(BaseModel):
@@ -207,73 +205,4 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
 
     Raises UsageError (exit status 2) for a missing file, an unknown key or a value of the wrong type.
     """
-    raw: dict[str, Any] = {}
-    if path is not None:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot read the configuration {path}: {error.strerror or error}") from error
-        try:
-            raw = yaml.safe_load(text) or {}
-        except yaml.YAMLError as error:
-            raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(raw, dict):
-            raise UsageError(f"{path} holds a {type(raw).__name__}; expected keys such as cache, student and data")
-    for override in overrides:
-        _apply_override(raw, override)
-    try:
-        return TrainerConfig.model_validate(raw)
-    except ValidationError as error:
-        raise UsageError(_explain(error)) from error
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise UsageError(f"expected key=value, found {override!r}; for example data.seq_len=4096")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"the value of {key} is not valid YAML: {text!r}") from error
-    *parents, leaf = key.split(".")
-    node = raw
-    for parent in parents:
-        child = node.setdefault(parent, {})
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
-            raise UsageError(f"{override!r} sets a part of {parent}, which is not a section")
-        node = child
-    node[leaf] = value
-
-
-def _explain(error: ValidationError) -> str:
-    """The first problem as one sentence, with the nearest known key for a misspelt one."""
-    problem = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys()
-        where_to_look = where.replace("learning_rate", "lr")  # the one name that no spelling distance finds
-        near = difflib.get_close_matches(where_to_look, known, n=1, cutoff=0.0)
-        leaf = difflib.get_close_matches(
-            where_to_look.split(".")[-1], [key.split(".")[-1] for key in known], n=1, cutoff=0.6
-        )
-        if leaf:
-            candidates = [key for key in known if key.split(".")[-1] == leaf[0]]
-            near = difflib.get_close_matches(where_to_look, candidates, n=1, cutoff=0.0) or candidates[:1]
-        return f"unknown key {where} in the configuration; did you mean {near[0]}?"
-    if problem["type"] == "missing":
-        return f"the configuration lacks {where}: set it in the YAML file or as {where}=VALUE"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message} (found {problem['input']!r})" if where else message
-
-
-def _known_keys(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        for candidate in candidates:
-            if isinstance(candidate, type) and issubclass(candidate, Section):
-                keys.extend(_known_keys(candidate, f"{prefix}{name}."))
-    return keys
+    return configfile.load(TrainerConfig, path, overrides, where="the configuration")

@@ -39,11 +39,11 @@ def test_wrong_teacher_path(job_file, tmp_path):
 
 def test_unknown_key_names_its_neighbour(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
-    assert "did you mean 'actors'" in one_line(pipeline("run", job, "run.actorz=3"))
+    assert "did you mean run.actors?" in one_line(pipeline("run", job, "run.actorz=3"))
     tree = yaml.safe_load(job.read_text())
     tree["corpora"][0]["feilds"] = {}
     job.write_text(yaml.safe_dump(tree))
-    assert "did you mean 'fields'" in one_line(pipeline("run", job))
+    assert "did you mean corpora.0.fields?" in one_line(pipeline("run", job))
     assert not (tmp_path / "cache").exists()
 
 
