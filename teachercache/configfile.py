@@ -18,6 +18,7 @@ from teachercache.errors import UsageError
 
 M = TypeVar("M", bound=BaseModel)
 ANY_ENTRY = "*"  # stands for an index of a list in a dotted key
+OTHER_NAMES = {"learning_rate": "lr"}  # common names of ours that no distance of spelling finds
 
 
 def load(model: type[M], path: str | Path | None, overrides: Iterable[str] = (), *, where: str | None = None) -> M:
@@ -96,7 +97,7 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
 def nearest_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """The known key most like `location`: first by its last part, wherever that stands, then as a whole."""
     known = list(_known_keys(model))
-    asked = ".".join(ANY_ENTRY if isinstance(part, int) else part for part in location)
+    asked = ".".join(ANY_ENTRY if isinstance(part, int) else OTHER_NAMES.get(part, part) for part in location)
     leaves = {key.rsplit(".", 1)[-1] for key in known}
     alike = difflib.get_close_matches(asked.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)
     candidates = [key for key in known if alike and key.rsplit(".", 1)[-1] == alike[0]] or known
