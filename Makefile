@@ -37,8 +37,15 @@ unit: setup
 soak: model
 	@$(RUN) benchmarks/soak.py
 
+# The cache that `make demo` left gives the real rows; GPU figures have scripts of their own, benchmarks/*_h200.py.
+DEMO_CACHE := build/demo/s3/teachercache-demo/smollm2-135m
 bench: model
-	@$(RUN) benchmarks/run_all.py
+	@test -e $(DEMO_CACHE)/spec.json || (echo "run \`make demo\` first: its cache holds the real teacher rows"; exit 1)
+	$(RUN) benchmarks/encodings.py $(DEMO_CACHE)
+	$(RUN) benchmarks/stream.py
+	$(RUN) benchmarks/pipeline_overhead.py
+	$(RUN) benchmarks/pipeline_simulation.py
+	$(RUN) -m trainer bench-loss --cpu-ratio
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache
