@@ -8,12 +8,15 @@ One teacher, one student cut from it (every second layer), one seed, one sequenc
   online            live teacher, full vocabulary             online/bucket      live teacher, its top 100 and a bucket
   dense/TAIL, forward_chunked/TAIL, fused/TAIL                cached rows, TAIL of bucket, none, renormalize
   fused/bucket/K10, fused/bucket/K50                          the first K' cached entries
-  fused/bucket/exact                                          rows not rounded to float16 (what the codec costs)
+  fused/bucket/compact                                        rows that the compact codec stored
+  fused/bucket/bf16-split, fused/bucket/bf16-stochastic       bf16 weights, with and without the bits of a float32 copy
+  online/seed1                                                another order of the documents: how large chance is
 Each student is then measured on held-out documents against the live teacher: full-vocabulary KL, K+1 KL, top-1
 agreement, perplexity, calibration. Training losses of different losses are not comparable; these figures are.
 
-The teacher's rows are computed here, on the training text itself, as the cache would hold them (float16 precision),
-so the script needs no store; the text is Python's own reference and library source.
+The teacher's rows are computed here (float32), written to two real caches, of the open and of the compact codec, and
+read back by PackedCache; every run trains on the same packed sequences. The text is Python's own reference and
+library source.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +36,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import teachercache
+from teachercache.fingerprint import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
+from teachercache.record import Record
+from teachercache.spec import CacheSpec, TeacherSpec
+from teachercache.synthetic import synthetic_spec
 from trainer import student
-from trainer.attention import NAME, DocumentLayout, choose_kind
+from trainer.attention import NAME, DocumentLayout
 from trainer.bench.loss import machine
 from trainer.config import TrainerConfig
-from trainer.data import PackedSequence
+from trainer.data import PackedCache, PackedSequence
 from trainer.evaluate import evaluate
 from trainer.losses import TeacherRows
 from trainer.optim import build_optimizer, lr_factor
-from trainer.packing import best_fit
-from trainer.step import Step, row_logits
+from trainer.step import Step
 from trainer.student import init_student
 
 TAILS = ("bucket", "none", "renormalize")
@@ -50,8 +57,11 @@ ALL_RUNS = (
     ["online", "online/bucket"]
     + [f"{method}/bucket" for method in ("dense", "forward_chunked", "fused")]
     + [f"fused/{tail}" for tail in TAILS[1:]]
-    + ["fused/bucket/K10", "fused/bucket/K50", "fused/bucket/exact"]
+    + [f"fused/bucket/{variant}" for variant in ("K10", "K50", "compact", "bf16-split", "bf16-stochastic")]
+    + ["online/seed1"]
 )
+CODECS = ("open", "compact")
+PIECE = 4000  # characters of library source in a document
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens:
     texts = [topics[name] for name in sorted(topics)]
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="ignore")
-        texts.extend(source[start : start + 4000] for start in range(0, min(len(source), 40_000), 4000))
+        texts.extend(source[start : start + PIECE] for start in range(0, len(source), PIECE))
     order = np.random.default_rng(0).permutation(len(texts))
     splits: dict[str, list[list[int]]] = {"train": [], "heldout": []}
     wanted = {"train": train_tokens, "heldout": heldout_tokens}
@@ -97,66 +107,87 @@ def random_text(max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corp
     return Corpus(documents(train_tokens), documents(heldout_tokens))
 
 
-def pack(documents: list[list[int]], seq_len: int, seed: int) -> list[list[list[int]]]:
-    """Sequences of whole documents, longest first, in an order of the seed."""
-    bins = best_fit([len(ids) for ids in documents], seq_len)
-    order = np.random.default_rng(seed).permutation(len(bins))
-    return [sorted((documents[item] for item in bins[index]), key=len, reverse=True) for index in order]
-
-
-def bare_sequence(documents: list[list[int]]) -> PackedSequence:
-    """A packed sequence without teacher rows: every position but the last of each document has one."""
-    lengths = tuple(len(ids) for ids in documents)
-    position = torch.cat([torch.arange(n) for n in lengths])
-    last = torch.tensor(lengths).cumsum(0) - 1
-    keep = torch.ones(sum(lengths), dtype=torch.bool)
-    keep[last] = False
-    ids = torch.tensor([token for document in documents for token in document])
-    rows = keep.nonzero()[:, 0]
-    empty = torch.zeros(len(rows), 0)
-    return PackedSequence(
-        input_ids=ids, position_ids=position, document_lengths=lengths, row_index=rows, topk_ids=empty.int(),
-        topk_logprobs=empty, tail_logprob=torch.zeros(len(rows)), labels=ids[rows + 1],
-        documents=tuple((f"document-{index}", 0) for index in range(len(documents))), tokens_done=0,
-    )  # fmt: skip
-
-
 @torch.no_grad()
-def with_rows(sequence: PackedSequence, teacher: torch.nn.Module, top_k: int, kind: str) -> PackedSequence:
-    """The same sequence with the teacher's top-K rows in full float32 precision, on the CPU."""
+def teacher_record(teacher: torch.nn.Module, ids: list[int], doc_id: str, split: str, top_k: int) -> Record:
+    """One document's rows as the pipeline stores them: float32 softmax over the full vocabulary, all positions."""
     device = next(teacher.parameters()).device
-    moved = sequence.to(device)
-    layout = DocumentLayout(sequence.document_lengths, kind, device)
-    rows = TeacherRows.from_logits(row_logits(teacher, moved, layout), top_k)
-    return replace(
-        sequence, topk_ids=rows.topk_ids.int().cpu(), topk_logprobs=rows.topk_logprobs.cpu(),
-        tail_logprob=rows.tail_logprob.cpu(),
+    tokens = torch.tensor(ids, device=device)
+    layout = DocumentLayout((len(ids),), "documents", device)
+    hidden = student.hidden_states(teacher, tokens, torch.arange(len(ids), device=device), layout)
+    logprobs = student.head(teacher).logits(hidden).log_softmax(dim=1)
+    rows = TeacherRows.from_logits(logprobs, top_k)
+    target = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].cpu().numpy()
+    mask = np.ones(len(ids), dtype=bool)
+    mask[-1] = False
+    return Record(
+        doc_id=doc_id, split=split, input_ids=np.array(ids, dtype=np.int32),
+        row_pos=np.arange(len(ids), dtype=np.int32), topk_ids=rows.topk_ids.int().cpu().numpy(),
+        topk_logprobs=rows.topk_logprobs.float().cpu().numpy(), tail_logprob=rows.tail_logprob.float().cpu().numpy(),
+        target_logprob=np.append(target, np.float32("nan")), loss_mask=mask,
     )  # fmt: skip
 
 
-def rounded(sequence: PackedSequence) -> PackedSequence:
-    """The rows as the cache holds them: log-probabilities of float16 precision, the tail untouched."""
-    return replace(sequence, topk_logprobs=sequence.topk_logprobs.half().float())
+def write_caches(
+    teacher: torch.nn.Module, corpus: Corpus, spec: CacheSpec, folder: Path
+) -> dict[str, teachercache.Cache]:
+    """The same records in a cache of each codec."""
+    records = [
+        teacher_record(teacher, ids, f"{split}-{index:05d}", split, spec.top_k)
+        for split, documents in (("train", corpus.train), ("heldout", corpus.heldout))
+        for index, ids in enumerate(documents)
+    ]
+    caches = {}
+    for codec in CODECS:
+        writer = teachercache.create(folder / codec, spec, codec=codec)
+        writer.commit("all", records)
+        writer.publish(allow_partial=True, allow_repeated_content=True)
+        caches[codec] = teachercache.open(folder / codec)
+    return caches
 
 
-def loss_settings(run: str) -> tuple[dict[str, Any], int | None]:
-    """A run's name -> (loss section, K')."""
-    method, *rest = run.split("/")
-    tail = rest[0] if rest else (None if method == "online" else "bucket")
-    top_k = next((int(part[1:]) for part in rest if part.startswith("K")), None)
-    return {"method": method, "tail": tail}, top_k
+def cache_spec(teacher: Path, config: Any, top_k: int) -> CacheSpec:
+    if not (teacher / "tokenizer.json").exists():
+        return synthetic_spec(vocab_size=config.vocab_size, top_k=top_k)
+    return CacheSpec(
+        teacher=TeacherSpec(
+            name=teacher.name, weights_digest=fingerprint_weights(teacher), config_digest=fingerprint_config(teacher),
+            dtype="float32", engine="hf", head_dtype="float32",
+        ),
+        tokenizer=fingerprint_tokenizer(teacher),
+        top_k=top_k,
+    )  # fmt: skip
 
 
-def endless(sequences: list[PackedSequence], seed: int) -> Iterator[PackedSequence]:
-    epoch = 0
-    while True:
-        for index in np.random.default_rng([seed, epoch]).permutation(len(sequences)):
-            yield sequences[index]
-        epoch += 1
+def read_sequences(cache: teachercache.Cache, split: str, seq_len: int, count: int, seed: int) -> list[PackedSequence]:
+    """The first `count` packed sequences of an endless shuffled pass, or one pass in order where count is 0."""
+    if not count:
+        return list(PackedCache(cache, split=split, seq_len=seq_len, shuffle=False, epochs=1))
+    return list(islice(PackedCache(cache, split=split, seq_len=seq_len, epochs=None, seed=seed), count))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's name says."""
+
+    loss: dict[str, Any]
+    top_k: int | None
+    codec: str
+    seed: int
+    master: str | None  # of bf16 weights; None = float32 weights
+
+    @classmethod
+    def parse(cls, name: str, seed: int) -> Run:
+        method, *rest = name.split("/")
+        tail = rest[0] if rest and rest[0] in TAILS else (None if method == "online" else "bucket")
+        top_k = next((int(part[1:]) for part in rest if part.startswith("K")), None)
+        master = next((part.removeprefix("bf16-") for part in rest if part.startswith("bf16-")), None)
+        seed += sum(int(part.removeprefix("seed")) for part in rest if part.startswith("seed"))
+        return cls({"method": method, "tail": tail}, top_k, "compact" if "compact" in rest else "open", seed, master)
 
 
 def train(
-    run: str,
+    name: str,
+    run: Run,
     folder: Path,
     sequences: list[PackedSequence],
     heldout: list[PackedSequence],
@@ -166,30 +197,31 @@ def train(
 ) -> dict[str, Any]:
     """Train one student and measure it; returns the curve, the figures, and time and memory of a step."""
     device = next(teacher.parameters()).device
-    kind = choose_kind(device)
-    loss, top_k = loss_settings(run)
+    # Float32 has one path on a GPU; for bf16, varlen needs no compilation for each new shape.
+    kind = "varlen" if run.master and device.type == "cuda" else "documents"
+    optim = {"lr": arguments.lr, "warmup_steps": arguments.warmup, "master": run.master or "auto"}
     config = TrainerConfig(
-        cache="memory", student=str(folder), teacher="live", loss=loss, data={"top_k": top_k},
-        optim={"lr": arguments.lr, "warmup_steps": arguments.warmup}, seed=arguments.seed,
+        cache="memory", student=str(folder), teacher="live", loss=run.loss, data={"top_k": run.top_k}, optim=optim,
+        seed=arguments.seed,
     )  # fmt: skip
     torch.manual_seed(arguments.seed)
-    model = student.load_student(folder, dtype=torch.float32, device=device).train()
+    dtype = torch.bfloat16 if run.master else torch.float32
+    model = student.load_student(folder, dtype=dtype, device=device).train()
     step = Step(
         model, build_optimizer(model, config.optim), config, attention_kind=kind, vocab_size=vocab_size, teacher=teacher
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     curve, times = [], []
-    batches = endless(sequences, arguments.seed)
     for number in range(arguments.steps):
         lr = config.optim.lr * lr_factor(config.optim, number, number / arguments.steps)
         started = time.perf_counter()
-        curve.append(step.run([next(batches)], lr=lr).loss)
+        curve.append(step.run([sequences[number]], lr=lr).loss)
         times.append(time.perf_counter() - started)
-    figures = evaluate(model, heldout, vocab_size=vocab_size, attention_kind=kind, teacher=teacher)
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+    figures = evaluate(model, heldout, vocab_size=vocab_size, attention_kind=kind, teacher=teacher)
     return {
-        "run": run,
+        "run": name,
         "curve": curve,
         "step_ms": 1e3 * float(np.median(times)),
         "peak_gib": memory,
@@ -198,17 +230,23 @@ def train(
 
 
 def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The two claims, in numbers: methods agree with each other, and cached with online."""
+    """The claims in numbers: methods agree with each other, and students of the cache with the one of the live teacher."""
     by_run = {result["run"]: result for result in results}
     claims: dict[str, Any] = {}
-    if {"dense/bucket", "fused/bucket"} <= by_run.keys():
-        base = np.array(by_run["dense/bucket"]["curve"])
-        claims["largest relative difference of training losses, dense and fused"] = float(
-            np.max(np.abs(np.array(by_run["fused/bucket"]["curve"]) - base) / np.maximum(base, 1e-9))
-        )
-    if {"online", "fused/bucket"} <= by_run.keys():
-        live, cached = (by_run[run]["heldout_kl_full_vocabulary"] for run in ("online", "fused/bucket"))
-        claims["held-out full-vocabulary KL, cached over online"] = cached / live
+    for other in ("forward_chunked", "fused"):
+        if {"dense/bucket", f"{other}/bucket"} <= by_run.keys():
+            base, theirs = (np.array(by_run[f"{method}/bucket"]["curve"]) for method in ("dense", other))
+            difference = np.abs(theirs - base) / np.maximum(base, 1e-9)
+            claims[f"training loss, {other} against dense: largest relative difference of the first 100 steps"] = float(
+                difference[:100].max()
+            )
+            claims[f"training loss, {other} against dense: largest relative difference"] = float(difference.max())
+    if "online" in by_run:
+        live = by_run["online"]["heldout_kl_full_vocabulary"]
+        for name, result in by_run.items():
+            if name != "online":
+                ratio = result["heldout_kl_full_vocabulary"] / live
+                claims[f"held-out full-vocabulary KL over online's: {name}"] = ratio
     return claims
 
 
@@ -254,9 +292,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", default=",".join(ALL_RUNS), help=f"comma-separated, of {', '.join(ALL_RUNS)}")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--train-tokens", type=int, default=200_000)
-    parser.add_argument("--heldout-tokens", type=int, default=20_000)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--train-tokens", type=int, default=1_000_000)
+    parser.add_argument("--heldout-tokens", type=int, default=50_000)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -279,41 +317,42 @@ def main() -> None:
     device = torch.device(arguments.device)
     teacher = student.load_student(teacher_folder, dtype=torch.float32, device=device).eval().requires_grad_(False)
     assert teacher.config._attn_implementation == NAME
-    vocab_size, kind = teacher.config.vocab_size, choose_kind(device)
-    top_k = min(100, vocab_size // 4)
+    vocab_size = teacher.config.vocab_size
     started = time.monotonic()
-    exact = [
-        with_rows(bare_sequence(documents), teacher, top_k, kind)
-        for documents in pack(corpus.train, arguments.seq_len, arguments.seed)
-    ]
-    heldout = [
-        with_rows(bare_sequence(documents), teacher, top_k, kind)
-        for documents in pack(corpus.heldout, arguments.seq_len, arguments.seed)
-    ]
-    cached = [rounded(sequence) for sequence in exact]
-    rows = sum(sequence.num_rows for sequence in cached)
-    print(f"{rows:,} teacher rows in {len(cached)} sequences, {time.monotonic() - started:.0f} s", flush=True)
+    spec = cache_spec(teacher_folder, teacher.config, min(100, vocab_size // 4))
+    caches = write_caches(teacher, corpus, spec, scratch / "cache")
+    rows = caches["open"].manifest.rows
+    heldout = read_sequences(caches["open"], "heldout", arguments.seq_len, 0, 0)
+    print(f"{rows:,} teacher rows in two caches, {time.monotonic() - started:.0f} s", flush=True)
+    train_sequences: dict[tuple[str, int], list[PackedSequence]] = {}
     report: dict[str, Any] = {
         "machine": machine(device),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
         "rows": rows,
-        "top_k": top_k,
+        "top_k": spec.top_k,
         "results": [],
     }
     untrained = student.load_student(student_folder, dtype=torch.float32, device=device)
-    before = evaluate(untrained, heldout, vocab_size=vocab_size, attention_kind=kind, teacher=teacher)
+    before = evaluate(untrained, heldout, vocab_size=vocab_size, attention_kind="documents", teacher=teacher)
     report["before"] = before
     print(f"before: full-vocabulary KL {before['heldout_kl_full_vocabulary']:.4f}", flush=True)
     del untrained
-    for run in arguments.runs.split(","):
-        sequences = exact if run.endswith("/exact") else cached
-        result = train(run, student_folder, sequences, heldout, teacher, arguments, vocab_size)
+    for name in arguments.runs.split(","):
+        run = Run.parse(name, arguments.seed)
+        key = (run.codec, run.seed)
+        if key not in train_sequences:
+            train_sequences[key] = read_sequences(
+                caches[run.codec], "train", arguments.seq_len, arguments.steps, run.seed
+            )
+        orders = {tuple(s.documents for s in train_sequences[k]) for k in train_sequences if k[1] == run.seed}
+        assert len(orders) == 1, "the codecs' caches gave different batches"
+        result = train(name, run, student_folder, train_sequences[key], heldout, teacher, arguments, vocab_size)
         report["results"].append(result)
         report["claims"] = verdict(report["results"])
         (arguments.out / "parity.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
         memory = f", {result['peak_gib']:.1f} GiB" if result["peak_gib"] is not None else ""
         print(
-            f"{run:>24}: held-out KL full {result['heldout_kl_full_vocabulary']:.4f}, K+1 {result['heldout_kl']:.4f}, "
+            f"{name:>28}: held-out KL full {result['heldout_kl_full_vocabulary']:.4f}, K+1 {result['heldout_kl']:.4f}, "
             f"top-1 {result['top1_agreement']:.2%}, perplexity {result['perplexity']:.2f}, ECE {result['ece']:.4f}, "
             f"loss {result['curve'][-1]:.4f}, {result['step_ms']:.0f} ms a step{memory}",
             flush=True,

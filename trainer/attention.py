@@ -299,6 +299,10 @@ def _rounded_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale:
 
 def sdpa_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """One causal call over a batch of documents of one length, through the fastest kernel that takes it."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.is_cuda and q.dtype not in HALF:
+        # The one float32 kernel on CUDA that is linear in memory takes no grouped heads.
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     with sdpa_kernel(_backends(q.device.type), set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
