@@ -1,6 +1,7 @@
-"""Teacher rows on one GPU: every path's rate against plain prefill of the same engine, to committed rows on S3.
+"""Teacher rows on one GPU or a few: every path's rate against plain prefill of the same engine, to committed rows.
 
     python benchmarks/teacher_rows_h200.py                      8B Llama shape, dummy weights, 4,096-token documents
+    python benchmarks/teacher_rows_h200.py --tensor-parallel 2  the same teacher over two GPUs
     python benchmarks/teacher_rows_h200.py --smoke MODEL        the same steps on a CPU with a small real model
 
 One process, one engine, K = 100, float32 head.  Paths:
@@ -8,10 +9,12 @@ One process, one engine, K = 100, float32 head.  Paths:
     dictionaries     vLLM's default prompt log-probabilities (fewer documents: it is ten times slower)
     flat             flat_logprobs, detokenize=False
     raw              the front end keeps the engine's tensors (pipeline/teachers/raw.py)
-    raw + worker     the worker's own top-K as well (pipeline/teachers/topk.py)
+    raw + gathered   tensor-parallel only: the worker's own top-K over logits that vLLM has gathered on every rank
+    raw + worker     the worker's own top-K as well (pipeline/teachers/topk.py; over several GPUs shards.py)
     pipeline         the shard function without Ray: Parquet in, rows encoded, uploaded to a local S3 server, committed
 Rates are tokens of input per second of wall time from the first submission to the last result (pipeline: to the last
-commit), after one warm-up round of each path.  Results: benchmarks/results/teacher_rows_<device>.json.
+commit), after one warm-up round of each path.  Over several GPUs a measurement takes as many times the documents, so that
+its ends weigh the same.  Results: benchmarks/results/teacher_rows_<device>.json, with _tp<N> for N GPUs.
 """
 
 from __future__ import annotations
@@ -157,6 +160,9 @@ def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, floa
 
     for name, (sampling, count) in paths.items():
         rate(name, sampling, count)
+    if teacher.provenance["tensor_parallel"] > 1 and "worker_extension_cls" in teacher._arguments:
+        print("gathered:", teacher.llm.collective_rpc("teachercache_install", args=(False,)), flush=True)
+        rate("raw + gathered", teacher._sampling, len(inputs))
     teacher.accelerate()
     print("worker top-K:", teacher.provenance.get("worker_top_k"), flush=True)
     rate("raw + worker", teacher._sampling, len(inputs))
@@ -234,7 +240,8 @@ def run_pipeline(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--smoke", metavar="MODEL", help="small real model on a CPU")
-    parser.add_argument("--documents", type=int, default=96, help="documents of each measurement")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="GPUs of the one teacher")
+    parser.add_argument("--documents", type=int, default=96, help="documents of each measurement, for each GPU")
     parser.add_argument("--slow-documents", type=int, default=6, help="documents for the dictionaries")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a document")
     parser.add_argument("--shards", type=int, default=4)
@@ -245,6 +252,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.smoke:
         options.documents, options.length, options.shards, options.slow_documents = 6, 128, 2, 2
+    options.documents *= options.tensor_parallel
 
     from pipeline.config import parse_job
     from pipeline.teachers.vllm import VllmTeacher
@@ -264,9 +272,10 @@ def main() -> int:
                     "model": str(model),
                     "top_k": options.top_k,
                     "head_dtype": options.head_dtype,
+                    "tensor_parallel": options.tensor_parallel,
                     "max_model_len": options.length + 16,
                     "engine_args": engine_args,
-                    "max_inflight_tokens": 32 * options.length,
+                    "max_inflight_tokens": 32 * options.length * options.tensor_parallel,
                 },
                 "corpora": [{"files": [f"{scratch}/docs*.parquet"], "fields": {"input_ids": "ids", "id": "id"}}],
                 "recipe": {"bos": "never", "eos": False},
@@ -314,6 +323,8 @@ def main() -> int:
         print(f"{key:<18}{value:>12,.0f}{value / plain:>10.1%}")
     print("worker rows against vLLM's own:", report["worker_rows_check"])
     device = "cpu_smoke" if options.smoke else "h200"
+    if options.tensor_parallel > 1:
+        device += f"_tp{options.tensor_parallel}"
     out = options.out or ROOT / "benchmarks" / "results" / f"teacher_rows_{device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2, default=str) + "\n")

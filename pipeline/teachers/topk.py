@@ -37,9 +37,18 @@ def reference_row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> t
 
 def row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as reference_row_top_k.  Memory beyond the logits: N·(V/32 + 33·k)·4 bytes."""
+    values, ids, lse = select(logits, k)
+    first = target.long()[:, None]
+    values = torch.cat([logits.gather(1, first).float(), values], dim=1) - lse[:, None]
+    return torch.cat([first, ids], dim=1).to(torch.int32), values
+
+
+def select(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits [N, V] → (the k largest, float32 [N, k], descending; their ids int64 [N, k]; log-partition float32 [N])."""
     vocab = logits.shape[1]
     if k * GROUP * 2 > vocab:
-        return reference_row_top_k(logits, k, target)
+        top = torch.topk(logits.float(), k, dim=-1)
+        return top.values, top.indices, torch.logsumexp(logits.float(), dim=-1)
     if logits.is_cuda and triton is not None:
         maxima, lse = _group_maxima_triton(logits)
     else:
@@ -51,9 +60,7 @@ def row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> tuple[torch
         candidates = _gather_torch(logits, groups)
     top = torch.topk(candidates, k, dim=-1)
     ids = groups.gather(1, top.indices // GROUP) * GROUP + top.indices % GROUP
-    first = target.long()[:, None]
-    values = torch.cat([logits.gather(1, first).float(), top.values], dim=1) - lse[:, None]
-    return torch.cat([first, ids], dim=1).to(torch.int32), values
+    return top.values, ids, lse
 
 
 def _group_maxima_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

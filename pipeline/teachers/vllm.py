@@ -86,6 +86,7 @@ class VllmTeacher(Teacher):
             "path": "raw" if self.fast else "flat",
             "fast_path_missing": reason,
             "device": _device_name(),
+            "tensor_parallel": config.tensor_parallel,
         }
 
     def accelerate(self) -> None:
@@ -94,13 +95,13 @@ class VllmTeacher(Teacher):
         if choice == "off":
             return
         if "worker_extension_cls" not in self._arguments:
-            missing = "no CUDA device"
+            answers = ["no CUDA device"]
         else:
-            answers = self.llm.collective_rpc("teachercache_install")
-            missing = next((str(a) for a in answers if a), "")
+            answers = [str(a) for a in self.llm.collective_rpc("teachercache_install")]
+        missing = next((a for a in answers if not a.startswith(worker_rows.ACTIVE)), None)
         if missing and choice == "require":
             raise UsageError(f"teacher.worker_top_k is `require`, but it cannot be had: {missing}")
-        self.provenance["worker_top_k"] = missing or "active"
+        self.provenance["worker_top_k"] = missing or answers[0]
 
     # -- the interface -------------------------------------------------------------------------------------------
 

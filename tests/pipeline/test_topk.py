@@ -1,11 +1,17 @@
-"""The worker's top-K gives what log_softmax and topk over the whole row give."""
+"""The worker's top-K gives what log_softmax and topk over the whole row give, from whole rows and from shards of them."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from pipeline.teachers.shards import sharded_row_top_k  # noqa: E402
 from pipeline.teachers.topk import reference_row_top_k, row_top_k  # noqa: E402
 
 SHAPES = [(3, 4096, 20), (2, 49152, 100), (2, 50257, 100), (1, 8191, 7), (4, 300, 100)]
@@ -13,7 +19,10 @@ SHAPES = [(3, 4096, 20), (2, 49152, 100), (2, 50257, 100), (1, 8191, 7), (4, 300
 
 def check(logits: torch.Tensor, k: int) -> None:
     target = torch.randint(0, logits.shape[1], (logits.shape[0],), device=logits.device)
-    ids, logprobs = row_top_k(logits, k, target)
+    compare(logits, k, target, *row_top_k(logits, k, target))
+
+
+def compare(logits: torch.Tensor, k: int, target: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
     wanted_ids, wanted = reference_row_top_k(logits, k, target)
     torch.testing.assert_close(logprobs, wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[:, 0], wanted_ids[:, 0])
@@ -43,6 +52,110 @@ def test_masked_vocabulary_has_no_nan():
     assert int(ids.max()) < 4000
 
 
+def on_ranks(ranks: int, work: Callable[[int, Any], Any]) -> list[Any]:
+    """work(rank, all_gather) in one thread a rank; the all-gather stacks what the threads bring."""
+    barrier, table, answers = threading.Barrier(ranks, timeout=20), [None] * ranks, [None] * ranks
+
+    def run(rank: int) -> None:
+        def all_gather(x: torch.Tensor) -> torch.Tensor:
+            table[rank] = x
+            barrier.wait()
+            whole = torch.stack(table)
+            barrier.wait()
+            return whole
+
+        answers[rank] = work(rank, all_gather)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def shards_of(logits: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """Equal slices of the vocabulary, padded to a multiple of 64 a rank with logits that no one may take."""
+    width = -(-logits.shape[1] // (64 * ranks)) * 64
+    padding = logits.new_full((logits.shape[0], width * ranks - logits.shape[1]), 1e6)
+    return list(torch.cat([logits, padding], dim=1).split(width, dim=1))
+
+
+def check_shards(logits: torch.Tensor, k: int, ranks: int, target: torch.Tensor | None = None) -> None:
+    vocab = logits.shape[1]
+    if target is None:
+        target = torch.randint(0, vocab, (logits.shape[0],), device=logits.device)
+    slices = shards_of(logits, ranks)
+
+    def work(rank: int, all_gather: Any) -> Any:
+        return sharded_row_top_k(slices[rank], k, target, rank=rank, ranks=ranks, vocab=vocab, all_gather=all_gather)
+
+    for ids, logprobs in on_ranks(ranks, work):
+        assert (ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
+        compare(logits, k, target, ids, logprobs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("n", "vocab", "k"), [(3, 4096, 20), (2, 49152, 100), (2, 50257, 100), (1, 128_256, 100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_shards_equal_the_plain_twin_over_the_whole_row(n, vocab, k, ranks, dtype):
+    torch.manual_seed(0)
+    check_shards((torch.randn(n, vocab) * 4).to(dtype), k, ranks)
+
+
+def test_all_of_the_top_in_one_shard_and_targets_at_every_edge():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 1000)
+    logits[:, 900:] += 50.0
+    check_shards(logits, 64, 2, torch.tensor([0, 511, 512, 999]))
+
+
+def test_a_shard_whose_vocabulary_is_masked_has_no_nan():
+    logits = torch.randn(2, 1024)
+    logits[:, 512:] = float("-inf")
+    check_shards(logits, 64, 2, torch.tensor([0, 511]))
+
+
+def test_a_split_that_does_not_cover_the_vocabulary_is_refused_before_anything_is_sent():
+    def all_gather(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the other ranks are not here")
+
+    whole, target = torch.randn(2, 1000), torch.tensor([1, 2])
+    for vocab, k in [(1000, 10), (2001, 10), (1005, 10)]:  # a replicated head, too many ids, a last slice below k
+        assert sharded_row_top_k(whole, k, target, rank=0, ranks=2, vocab=vocab, all_gather=all_gather) is None
+
+
+@pytest.mark.parametrize(("soft_cap", "scale"), [(None, 1.0), (5.0, 0.5)])
+def test_worker_without_the_gather_gives_what_vllm_would_have_gathered(soft_cap, scale, monkeypatch):
+    """vLLM's own LogitsProcessor on two ranks: soft cap, scale and padding as in the gathered logits."""
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    from pipeline.teachers import worker_rows
+
+    torch.manual_seed(0)
+    ranks, vocab, width, hidden_size, k, rows = 2, 1000, 512, 16, 20, 70
+    weight = torch.nn.functional.pad(torch.randn(vocab, hidden_size), (0, 0, 0, ranks * width - vocab))
+    hidden, target = torch.randn(rows, hidden_size), torch.randint(0, vocab, (rows,))
+    with set_current_vllm_config(VllmConfig()):
+        processors = [LogitsProcessor(vocab, scale=scale, soft_cap=soft_cap) for _ in range(ranks)]
+    monkeypatch.setattr(worker_rows, "CHUNK_ROWS", 16)  # three chunks, the last one short
+
+    def work(rank: int, all_gather: Any) -> Any:
+        part = weight[rank * width : (rank + 1) * width]
+        head = SimpleNamespace(tp_size=ranks, quant_method=SimpleNamespace(apply=lambda head, x, bias=None: x @ part.T))
+        chunking = worker_rows.make_sharded_chunking(None, processors[rank], rank, ranks, all_gather)
+        return chunking(target, hidden, lambda x: processors[rank](head, x), k)
+
+    logits = hidden @ weight[:vocab].T
+    logits = (logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap) * scale
+    for ids, logprobs, zeros in on_ranks(ranks, work):
+        compare(logits, k, target, ids, logprobs)
+        assert zeros.shape == (rows,)
+    assert all("_gather_logits" not in vars(p) for p in processors)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_equals_the_plain_twin(dtype):
@@ -50,4 +163,6 @@ def test_triton_equals_the_plain_twin(dtype):
         pytest.skip("needs a CUDA device")
     torch.manual_seed(0)
     for n, vocab, k in [(64, 128_256, 100), (33, 50_257, 100), (8, 201_088, 64)]:
-        check((torch.randn(n, vocab, device="cuda") * 4).to(dtype), k)
+        logits = (torch.randn(n, vocab, device="cuda") * 4).to(dtype)
+        check(logits, k)
+        check_shards(logits, k, 2)
