@@ -1,6 +1,6 @@
 """What the pipeline costs beside the engine: its tokens/s against a bare loop of `LLM.generate`, pairs of runs.
 
-    python benchmarks/pipeline_overhead.py [--model build/models/smollm2-135m] [--pairs 5]
+    python benchmarks/pipeline_overhead.py [--model build/models/smollm2-135m] [--pairs 7] [--tokens 16000]
 
 One engine (bf16, K = 100, float32 head) serves both sides over the same documents.  The bare loop gets ready token ids
 and throws its public flat log-probabilities away; the pipeline reads jsonl, tokenises, keeps rows, encodes, uploads to a
@@ -58,8 +58,8 @@ def write_corpus(folder: Path, tokens: int) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(ROOT / "build/models/smollm2-135m"))
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=4000, help="about so many tokens a run")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=16_000, help="about so many tokens a run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
