@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.attention import DocumentLayout, document_attention, sdpa_causal
+from trainer.attention import KINDS, DocumentLayout, document_attention, sdpa_causal
 from trainer.bench.loss import machine
 
 
@@ -59,9 +59,14 @@ def measure(
 
     q, k, v = projected(num_heads), projected(num_kv), projected(num_kv)
     grad = torch.randn(1, total, num_heads, size, device=device, dtype=dtype)
+    on_gpu = device.type == "cuda"
     with torch.no_grad():
         forward = timed(lambda: attend(q, k, v), device, repeats)
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     both = timed(lambda: attend(q, k, v).backward(grad), device, repeats)
+    extra = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
     work = 2.0 * sum(float(n) ** 2 for n in lengths) * num_heads * size
     return {
         "forward_ms": forward * 1e3,
@@ -69,19 +74,24 @@ def measure(
         "forward_tflops": work / forward / 1e12,
         "backward_tflops": 2.5 * work / max(both - forward, 1e-9) / 1e12,
         "both_tflops": 3.5 * work / both / 1e12,
+        "extra_gib": extra / 2**30,
     }
 
 
-def run(device: torch.device, *, tiny: bool = False, repeats: int = 3) -> list[dict[str, Any]]:
+def run(
+    device: torch.device, *, tiny: bool = False, repeats: int = 3, kinds: list[str] | None = None
+) -> list[dict[str, Any]]:
     """All rows; an error becomes the row's text. Prints each as it is taken."""
     total, heads = (512, (4, 2, 16)) if tiny else (32_768, (24, 8, 128))
-    kinds = ["documents", "varlen", "flex", "mixed", "auto"] if device.type == "cuda" else ["documents", "plain"]
+    if kinds is None:
+        kinds = [kind for kind in KINDS if kind != "plain"] if device.type == "cuda" else ["documents", "plain"]
     generator = torch.Generator().manual_seed(0)
     mixed = sorted(_random_lengths(total, generator), reverse=True)
     layouts = {
         "one document": (total,),
         "8 equal": (total // 8,) * 8,
         "64 equal": (total // 64,) * 64,
+        "6 unequal": tuple(total * share // 64 for share in (30, 16, 9, 5, 3, 1)),
         f"{len(mixed)} log-normal": tuple(mixed),
     }
     rows: list[dict[str, Any]] = []
@@ -92,7 +102,7 @@ def run(device: torch.device, *, tiny: bool = False, repeats: int = 3) -> list[d
             row |= measure(attend, lengths, heads, device, repeats)
             print(
                 f"{layout:>18} {name:>22}: forward {row['forward_tflops']:6.1f}, backward {row['backward_tflops']:6.1f} "
-                f"TFLOP/s, {row['both_ms']:8.2f} ms",
+                f"both {row['both_tflops']:6.1f} TFLOP/s, {row['both_ms']:8.2f} ms, {row['extra_gib']:5.2f} GiB",
                 flush=True,
             )
         except Exception as error:
@@ -125,10 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a smoke test of the script")
+    parser.add_argument("--kinds", help="comma-separated; default all")
     parser.add_argument("--out", type=Path, help="folder for attention.json")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    rows = run(device, tiny=arguments.tiny)
+    rows = run(device, tiny=arguments.tiny, kinds=arguments.kinds.split(",") if arguments.kinds else None)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         report = {"machine": machine(device), "rows": rows}
