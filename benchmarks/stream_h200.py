@@ -1,21 +1,29 @@
 """Training steps fed from a cache on an object store: does the GPU ever wait for data?
 
-    python benchmarks/stream_h200.py --cache s3://bucket/synthetic [--steps 8] [--policy none] [--out FOLDER]
+    python benchmarks/stream_h200.py --cache s3://bucket/synthetic [--cases full:none:3,mixed:keep-matmuls:24] [--out FOLDER]
     python benchmarks/stream_h200.py --cache /tmp/cache --device cpu --tiny          # a smoke test
 
-Makes the cache if it is not there: synthetic teacher rows of K = 100 over the shape's vocabulary, in documents of
-log-normal length, written and published as any cache is. Then a student of a named shape takes optimiser steps over
-packed sequences of 32,768 tokens that PackedCache streams, packs and prefetches, as `fit` does, and every step is
-timed with the wait for its data. Rows are decoded from Parquet on the fly: nothing is kept in memory beforehand.
+Makes two caches if they are not there, CACHE/full and CACHE/mixed: synthetic teacher rows of K = 100 over the shape's
+vocabulary, in documents as long as a sequence and in documents of log-normal length (median an eighth of it), written
+and published as any cache is. Then a student of a named shape takes optimiser steps over packed sequences of 32,768
+tokens that PackedCache streams, packs and prefetches, as `fit` does, and every step is timed with the wait for its
+data. Rows are decoded from Parquet on the fly: nothing is kept in memory beforehand.
+
+A case is DOCUMENTS:POLICY:WARMUP. Its first WARMUP steps are reported and not counted: the first compiles the update,
+and cuDNN plans a kernel whenever a document has a length that it has not met (lengths are rounded up to sixteen an
+octave, so that ends).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +35,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import teachercache
+from teachercache.record import Record
+from teachercache.spec import CacheSpec
 from teachercache.synthetic import synthetic_record, synthetic_spec
 from trainer import activation
-from trainer.attention import choose_kind
+from trainer.attention import DocumentLayout, choose_kind
 from trainer.bench.loss import machine
 from trainer.bench.step import SHAPES, Bench
 from trainer.data import PackedCache, Prefetcher
@@ -37,56 +47,52 @@ from trainer.flops import step_flops
 from trainer.step import Step
 
 
-def make_cache(url: str, vocab_size: int, top_k: int, tokens: int, longest: int, seed: int = 0) -> None:
-    """Publish documents of log-normal length (median an eighth of `longest`) until `tokens` rows are there."""
-    spec = synthetic_spec(vocab_size=vocab_size, top_k=top_k)
-    writer = teachercache.create(url, spec)
-    rng = np.random.default_rng(seed)
-    shard = made = 0
-    while made < tokens:
-        records, size = [], 0
-        while size < min(tokens, 100_000):
+def write_shard(url: str, spec: CacheSpec, documents: str, longest: int, tokens: int, shard: int) -> int:
+    """Commit one shard of about `tokens` rows; returns how many. A shard's content depends on its number alone."""
+    rng = np.random.default_rng([len(documents), shard])
+    records: list[Record] = []
+    size = 0
+    while size < tokens:
+        length = longest
+        if documents == "mixed":
             length = int(np.clip(rng.lognormal(np.log(longest / 8), 1.0), 16, longest))
-            records.append(synthetic_record(rng, spec, f"doc-{shard}-{len(records)}", length=length))
-            size += length
-        writer.commit(f"shard-{shard}", records)
-        made, shard = made + size, shard + 1
-    writer.publish(allow_partial=True)
+        records.append(synthetic_record(rng, spec, f"{documents}-{shard}-{len(records)}", length=length))
+        size += length
+    teachercache.create(url, spec).commit(f"shard-{shard}", records)
+    return size
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", required=True, help="URL of the cache; made if it is not there")
-    parser.add_argument("--shape", default="llama-3.2b", choices=sorted(SHAPES))
-    parser.add_argument("--seq-len", type=int, default=32_768)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--policy", default="keep-matmuls", choices=activation.POLICIES)
-    parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.tiny:
-        arguments.shape, arguments.seq_len = "tiny", 256
-    device = torch.device(arguments.device)
-    vocab_size = SHAPES[arguments.shape]["vocab_size"]
-    started = time.monotonic()
+def open_or_make(url: str, documents: str, vocab_size: int, longest: int, tokens: int) -> teachercache.Cache:
+    """The cache of one kind of documents, at least `tokens` rows of it, written by all cores if it is not there."""
     try:
-        cache = teachercache.open(arguments.cache)
+        return teachercache.open(url)
     except teachercache.errors.TeacherCacheError as error:
-        print(f"making the cache ({error})", flush=True)
-        wanted = (arguments.steps + 2) * arguments.seq_len
-        make_cache(arguments.cache, vocab_size, min(100, vocab_size // 4), wanted, arguments.seq_len)
-        cache = teachercache.open(arguments.cache)
-    print(f"{cache.url}: {cache.manifest.rows:,} rows, ready after {time.monotonic() - started:.0f} s", flush=True)
-    kind = choose_kind(device)
-    bench = Bench(arguments.shape, device, torch.bfloat16, optim={"state": arguments.moments})
-    activation.apply_policy(bench.model, bench.layers, arguments.policy)
-    step = Step(bench.model, bench.optimizer, bench.config, attention_kind=kind, vocab_size=vocab_size)
-    dataset = PackedCache(cache, seq_len=arguments.seq_len, epochs=None, pad=device.type == "cuda", block_sequences=2)
-    prefetcher = Prefetcher(dataset, depth=3, pin=device.type == "cuda")
+        print(f"making {url} ({error})", flush=True)
+    spec = synthetic_spec(vocab_size=vocab_size, top_k=min(100, vocab_size // 4))
+    writer = teachercache.create(url, spec)
+    per_shard = min(tokens, max(longest, 65_536))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 1), mp_context=context) as pool:
+        shards = range(-(-tokens // per_shard))
+        list(pool.map(partial(write_shard, url, spec, documents, longest, per_shard), shards))
+    writer.publish(allow_partial=True)
+    return teachercache.open(url)
+
+
+def run_case(
+    bench: Bench, cache: teachercache.Cache, policy: str, warmup: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Steps over one cache under one checkpointing policy; the summary leaves the warm-up out."""
+    device = bench.device
+    activation.apply_policy(bench.model, bench.layers, policy)
+    step = Step(
+        bench.model, bench.optimizer, bench.config, attention_kind=choose_kind(device), vocab_size=bench.vocab_size
+    )
+    on_gpu = device.type == "cuda"
+    dataset = PackedCache(cache, seq_len=arguments.seq_len, epochs=None, pad=on_gpu, block_sequences=2)
+    prefetcher = Prefetcher(dataset, depth=3, pin=on_gpu)
     rows: list[dict[str, Any]] = []
-    for number in range(arguments.steps):
+    for number in range(warmup + arguments.steps):
         before = time.perf_counter()
         sequence, _state = next(prefetcher)
         ready = time.perf_counter()
@@ -98,23 +104,70 @@ def main() -> None:
             {
                 "loss": result.loss, "rows": result.rows, "tokens": result.tokens, "documents": len(lengths),
                 "seconds": done - before, "wait_s": ready - before, "tflops": flops / (done - before) / 1e12,
-                "linear_tflops": 6.0 * bench.parameters * result.tokens / (done - before) / 1e12,
+                "attention": DocumentLayout(sequence.document_lengths, step.attention_kind, device).path(torch.bfloat16),
+                "counted": number >= warmup,
             }
         )  # fmt: skip
         print(
             f"step {number + 1}: {rows[-1]['seconds']:.3f} s, waited {1e3 * rows[-1]['wait_s']:.1f} ms, {len(lengths)} "
-            f"documents, {rows[-1]['tflops']:.0f} TFLOP/s of model work, loss {result.loss:.4f}",
+            f"documents ({rows[-1]['attention']}), {rows[-1]['tflops']:.0f} TFLOP/s of model work, loss {result.loss:.4f}",
             flush=True,
         )
     prefetcher.close()
-    warm = rows[2:] or rows
-    seconds, waited = (sum(row[key] for row in warm) for key in ("seconds", "wait_s"))
-    work = sum(row["tflops"] * row["seconds"] for row in warm)
-    print(f"after warm-up: {work / seconds:.1f} TFLOP/s of model work, data wait {waited / seconds:.2%} of the time")
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        report = {"machine": machine(device), "shape": arguments.shape, "policy": arguments.policy, "steps": rows}
-        (arguments.out / "stream_h200.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    counted = [row for row in rows if row["counted"]]
+    seconds, waited = (sum(row[key] for row in counted) for key in ("seconds", "wait_s"))
+    return {
+        "policy": policy,
+        "tflops": sum(row["tflops"] * row["seconds"] for row in counted) / seconds,
+        "data_wait": waited / seconds,
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None,
+        "steps": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", required=True, help="URL below which the caches are, or will be made")
+    parser.add_argument("--cases", default="full:none:3,mixed:keep-matmuls:24", help="DOCUMENTS:POLICY:WARMUP, …")
+    parser.add_argument("--shape", default="llama-3.2b", choices=sorted(SHAPES))
+    parser.add_argument("--seq-len", type=int, default=32_768)
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of each case")
+    parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.shape, arguments.seq_len, arguments.steps = "tiny", 256, 2
+        arguments.cases = "full:none:1,mixed:keep-matmuls:1"
+    device = torch.device(arguments.device)
+    vocab_size = SHAPES[arguments.shape]["vocab_size"]
+    cases = [case.split(":") for case in arguments.cases.split(",")]
+    caches = {}
+    for documents, _policy, warmup in cases:
+        if documents not in caches:
+            started = time.monotonic()
+            tokens = (int(warmup) + arguments.steps + 2) * arguments.seq_len
+            url = f"{arguments.cache.rstrip('/')}/{documents}"
+            cache = open_or_make(url, documents, vocab_size, arguments.seq_len, tokens)
+            caches[documents] = cache
+            took = time.monotonic() - started
+            print(f"{cache.url}: {cache.manifest.rows:,} rows, ready after {took:.0f} s", flush=True)
+    bench = Bench(arguments.shape, device, torch.bfloat16, optim={"state": arguments.moments})
+    report: dict[str, Any] = {"machine": machine(device), "shape": arguments.shape, "moments": arguments.moments}
+    report["cases"] = {}
+    for documents, policy, warmup in cases:
+        print(f"{documents} documents, {policy}:", flush=True)
+        case = run_case(bench, caches[documents], policy, int(warmup), arguments)
+        report["cases"][f"{documents}:{policy}"] = case
+        print(
+            f"{documents}, {policy}: {case['tflops']:.1f} TFLOP/s of model work over {arguments.steps} steps, data wait "
+            f"{case['data_wait']:.2%} of the time",
+            flush=True,
+        )
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / "stream_h200.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

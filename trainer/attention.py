@@ -10,19 +10,21 @@ Kinds (`documents.kind`):
   varlen     all documents in one call of flash attention's variable-length kernel (CUDA only)
   flex       FlexAttention over the whole sequence with a block mask of the documents (CUDA only)
   mixed      documents of at least `long_document` tokens through SDPA, the shorter ones together through varlen
-  auto       chosen per batch: `mixed` where long documents hold half of the attention's work or more, else `flex`
+  auto       chosen per batch: `documents` where all are equal, `mixed` where long documents hold half of the attention's
+             work or more, else `flex`
 
 Measured on one H200, 32,768 tokens, 24/8 heads of 128, TFLOP/s of forward and backward together
 (benchmarks/attention_h200.py) and of a whole 3.2 B step (benchmarks/step_h200.py):
 
                      documents   varlen   flex   mixed   |  step: mixed   varlen   flex
-  one document             549      321    393     546   |          517
-  8 of 4,096               409      248    325     399   |          531      497    500
-  64 of 512                113       91    122      90   |          527      534    539
-  49 log-normal             41      161    199     139   |
+  one document             548      323    393     545   |          517
+  8 of 4,096               464      260    325     453   |          531      497    500
+  6 of 15,360 to 512       465      298            434   |
+  64 of 512                201       95    122      96   |          527      534    539
+  49 log-normal             42      165    199     151   |
 
-A plain causal cuDNN call takes the one document at 567. FlexAttention compiles once per length of a sequence, so
-sequences come padded to one length on CUDA.
+A plain causal cuDNN call takes the one document at 553 (FlexAttention and the steps were measured on another day).
+FlexAttention compiles once per length of a sequence, so sequences come padded to one length on CUDA.
 
 cuDNN plans a kernel for each new shape, which takes tens of milliseconds, so lengths are rounded up to sixteen values
 an octave: under a causal mask, rows that follow a document cannot change it, and what they compute is thrown away.
@@ -86,7 +88,7 @@ class DocumentLayout:
         """The kind that `auto` means for this batch; any other kind is itself."""
         if self.kind != "auto":
             return self.kind
-        if self.device.type != "cuda" or dtype not in HALF or len(self.lengths) == 1:
+        if self.device.type != "cuda" or dtype not in HALF or len(set(self.lengths)) == 1:
             return "documents"
         work = [float(length) ** 2 for length in self.lengths]
         return "mixed" if 2 * sum(work[: self.num_long]) >= sum(work) else "flex"

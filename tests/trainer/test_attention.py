@@ -124,7 +124,8 @@ def test_auto_follows_the_work_of_a_batch() -> None:
 
     assert path(32768) == "documents"
     assert path(4096, 4096, 512, 512) == "mixed"
-    assert path(*[512] * 64) == "flex"
+    assert path(*[512] * 64) == "documents"  # one call takes them all
+    assert path(*[513] * 63, 449) == "flex"
     assert path(2100, *[2000] * 10) == "flex"  # one long document holds a tenth of the work
     assert path(*[512] * 64, dtype=torch.float32) == "documents"
     assert path(*[512] * 64, device="cpu") == "documents"
