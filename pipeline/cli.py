@@ -148,13 +148,17 @@ def run(
                     "tokens": outcome.tally.tokens,
                     "rows": outcome.tally.rows,
                     "seconds": round(outcome.seconds, 2),
+                    "gpu_hours": round(outcome.gpu_hours, 6),
                     "manifest": result.manifest.number if result.manifest else None,
                     "complete": bool(result.manifest and result.manifest.complete),
                 }
             )
         )
     if outcome.reason == "budget":
-        say("the budget in GPU-hours is spent; run the same command with a larger one to go on")
+        say(
+            f"the budget of {config.run.budget_gpu_hours:g} GPU-hours is spent ({outcome.gpu_hours:.4g} in all, what was in "
+            "work is finished); run the same command to go on with a fresh budget, or with a larger one"
+        )
     elif outcome.reason == "stopped":
         say("stopped; run the same command to go on")
     elif outcome.quarantined and result.manifest is None:

@@ -246,7 +246,12 @@ class RunConfig(_Strict):
     allow_partial: bool = Field(default=False, description="publish although shards are quarantined or missing")
     allow_repeated_content: bool = Field(default=False, description="publish although equal text stands in two splits")
     retry_quarantined: bool = Field(default=False, description="give quarantined shards another chance")
-    budget_gpu_hours: float | None = Field(default=None, gt=0, description="stop cleanly after so much actor time")
+    budget_gpu_hours: float | None = Field(
+        default=None,
+        gt=0,
+        description="give out no shard once this run's teachers have held GPUs for so long, their starts included (a "
+        "teacher without a GPU counts as one); what is in work is finished, and every run counts from zero",
+    )
     on_truncated: Literal["quarantine", "keep"] = Field(
         default="quarantine",
         description="a compressed file that ends early: quarantine its shard, or keep what was read",

@@ -76,6 +76,7 @@ class Outcome:
     tally: Tally
     quarantined: dict[str, str]
     seconds: float
+    gpu_hours: float = 0.0  # that this run's teachers held GPUs
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ class Driver:
             pool.close()
             if self.leases is not None:
                 self.leases.release()
-        return Outcome(reason, self.tally, self.quarantined, self._clock() - began)
+        return Outcome(reason, self.tally, self.quarantined, self._clock() - began, pool.state().gpu_seconds / 3600)
 
     def _loop(self, pool: Pool) -> str:
         refreshed = reported = self._clock()

@@ -119,7 +119,7 @@ def _pool_maker(prepared: Prepared, plan_digest: str, shards: int) -> Callable[[
         if job.run.executor == "inline":
             from pipeline.worker import ShardWorker
 
-            gpus = float(job.teacher.gpus_per_actor or 0)
+            gpus = float(job.teacher.gpus_per_actor or job.teacher.tensor_parallel)
             return InlinePool(lambda: ShardWorker(job, prepared.model, prepared.spec, plan_digest=plan_digest), gpus)
         from pipeline.raypool import RayPool, connect
 

@@ -18,7 +18,7 @@ from pipeline.config import JobConfig
 from pipeline.pool import Failed, Finished, PoolState, classify
 from pipeline.worker import Receipt, ShardTask
 from teachercache import CacheSpec
-from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # dashboard shows to everybody
 FORWARDED = ("AWS_", "FSSPEC_", "HF_", "GOOGLE_", "AZURE_", "VLLM_", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 STARTS_BEFORE_GIVING_UP = 3
+STORE_STARTS_BEFORE_GIVING_UP = 20  # with pauses of up to a minute: a quarter of an hour, as the driver's patience
+LONGEST_START_PAUSE_S = 60.0
 
 
 class TeacherActor:
@@ -43,6 +45,7 @@ class TeacherActor:
         for name, value in env.items():
             os.environ.setdefault(name, value)
         self._arguments = (job, model_path, spec, plan_digest, journal)
+        self._placed = time.monotonic()  # from now on this actor holds its GPUs
         self._worker: Any = None
         self._metrics: Any = None
 
@@ -68,7 +71,7 @@ class TeacherActor:
         from pipeline.metrics import ActorMetrics
 
         self._metrics = ActorMetrics(self._worker)
-        return dict(self._worker.loop.teacher.provenance)
+        return {**self._worker.loop.teacher.provenance, "start_seconds": time.monotonic() - self._placed}
 
     def run(self, task: ShardTask) -> Receipt:
         try:
@@ -161,6 +164,7 @@ class RayPool:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = float(job.teacher.tensor_parallel) if has_gpus and job.teacher.engine != "noop" else 0.0
         self._gpus = gpus
+        self._weight = gpus or 1.0  # without GPUs the budget counts teachers
         self._journal: Any = ray.remote(num_cpus=0, max_restarts=3)(JournalActor).remote()
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
         self._actor_class = ray.remote(
@@ -179,14 +183,15 @@ class RayPool:
         )
         self._members: list[_Member] = []
         self._deaths = 0
-        self._failed_starts = 0
+        self._failed_starts = 0  # in a row
+        self._next_start = 0.0
         self._ever_ready = 0
         self._gpu_seconds = 0.0
         self._began = self._last_seen = time.monotonic()
         self._refill()
 
     def _refill(self) -> None:
-        while len(self._members) < self._size:
+        while len(self._members) < self._size and time.monotonic() >= self._next_start:
             handle = self._actor_class.remote(*self._arguments)
             self._members.append(_Member(handle, handle.start.remote(), time.monotonic()))
 
@@ -251,18 +256,30 @@ class RayPool:
             self._members.remove(member)
             self._ray.kill(member.handle)
             self._failed_starts += 1
-            if isinstance(cause, UsageError):
-                raise UsageError(str(cause)) from error
-            if isinstance(cause, TeacherCacheError) or (
-                self._failed_starts >= STARTS_BEFORE_GIVING_UP and not self._ever_ready
-            ):
-                text = " ".join(str(cause).split())[-600:]
-                raise TeacherCacheError(f"no teacher could be started ({self._failed_starts} tries): {text}") from error
-            logger.warning("a teacher did not start: %s", " ".join(str(cause).split())[-300:])
+            self._next_start = time.monotonic() + min(LONGEST_START_PAUSE_S, 2.0**self._failed_starts)
+            self._judge_start(cause)
             return
+        self._gpu_seconds += self._weight * float(member.info.get("start_seconds", 0.0))
         member.ready_at = time.monotonic()
         self._ever_ready += 1
         self._failed_starts = 0
+
+    def _judge_start(self, cause: BaseException) -> None:
+        """Raises where no start can help.  A job that has teachers, or had, outlives one bad node or a store's outage."""
+        text = " ".join(str(cause).split())[-600:]
+        if not self._ever_ready:
+            if isinstance(cause, UsageError):
+                raise UsageError(str(cause)) from cause
+            hopeless = isinstance(cause, TeacherCacheError) and not isinstance(cause, StoreUnavailable)
+        else:
+            hopeless = False
+        others = any(m.ready_at is not None for m in self._members)
+        limit = STARTS_BEFORE_GIVING_UP * (self._size if self._ever_ready else 1)
+        if isinstance(cause, StoreUnavailable):
+            limit = STORE_STARTS_BEFORE_GIVING_UP * self._size
+        if hopeless or (self._failed_starts >= limit and not others):
+            raise TeacherCacheError(f"no teacher could be started ({self._failed_starts} tries): {text}") from cause
+        logger.warning("a teacher did not start: %s", text)
 
     def _settle_task(self, member: _Member, ref: Any) -> list[Finished | Failed]:
         task, _ = member.tasks.pop(ref)
@@ -331,7 +348,7 @@ class RayPool:
     def _account(self) -> None:
         now = time.monotonic()
         live = sum(1 for m in self._members if m.ready_at is not None)
-        self._gpu_seconds += live * max(self._gpus, 0 if self._gpus else 1) * (now - self._last_seen)
+        self._gpu_seconds += live * self._weight * (now - self._last_seen)
         self._last_seen = now
 
     def state(self) -> PoolState:
