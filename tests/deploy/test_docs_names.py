@@ -1,0 +1,113 @@
+"""Commands, options and files that README and docs mention exist, also where the text is not run."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import pipeline.cli
+import teachercache.cli
+import trainer.cli
+from tests.deploy.manifests import DEPLOY, ROOT
+from tests.deploy.markdown import blocks, code_spans
+from tests.deploy.test_docs import DOCS, page_name
+
+COMMANDS: dict[str, dict[str, Any]] = {
+    program: typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for program, app in (
+        ("teachercache", teachercache.cli.app),
+        ("pipeline", pipeline.cli.app),
+        ("trainer", trainer.cli.app),
+    )
+}
+CALL = re.compile(r"(?:python -m (pipeline|trainer|teachercache)|^(teachercache)) ([a-z][a-z/-]*)(.*)")
+FOLDERS = ("benchmarks", "constraints", "deploy", "docs", "pipeline", "scripts", "teachercache", "tests", "trainer")
+PATH = re.compile(rf"(?<![\w/.:-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
+PAGES = [path for path in DOCS if path.name != "LOG.md"]  # the log is history: what it names may be gone
+
+
+def calls(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(program, subcommand, its arguments) of each of our commands, in code spans and shell blocks."""
+    shell = [block.code.replace("\\\n", " ") for block in blocks(path) if block.language == "sh"]
+    for text in [*code_spans(path), *shell]:
+        for line in re.sub(r"\s#.*", "", text, flags=re.M).splitlines():
+            for command in re.split(r"&&|\|\||;|\||\$\(", line):
+                found = CALL.search(command.strip())
+                if found:
+                    for subcommand in found[3].split("/"):
+                        yield found[1] or found[2], subcommand, found[4]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_commands_and_options_exist(path: Path) -> None:
+    wrong = []
+    for program, subcommand, arguments in calls(path):
+        command = COMMANDS[program].get(subcommand)
+        if command is None:
+            wrong.append(f"{program} {subcommand}")
+            continue
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        wrong += [f"{program} {subcommand} {o}" for o in re.findall(r"(?<!\S)--[\w-]+", arguments) if o not in known]
+    assert not wrong, wrong
+
+
+def test_the_reading_of_commands_finds_them() -> None:
+    found = {(program, subcommand) for path in PAGES for program, subcommand, _ in calls(path)}
+    assert {("pipeline", "run"), ("pipeline", "plan"), ("trainer", "fit"), ("teachercache", "gc")} <= found
+    assert len(found) > 15
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_files_that_are_mentioned_exist(path: Path) -> None:
+    missing = [named for named in PATH.findall(path.read_text()) if not list(ROOT.glob(named.rstrip("/")))]
+    for span in code_spans(path):  # a file by its name alone, or relative to the page
+        if re.fullmatch(r"[\w/.-]+\.py", span) and not (path.parent / span).exists():
+            missing += [] if list(ROOT.glob(f"[!.]*/**/{Path(span).name}")) else [span]
+        if re.fullmatch(r"(images|kuberay|aws|storage|iam|monitoring|helm|examples)/[\w./-]+", span):
+            missing += [] if (path.parent / span).exists() else [span]
+    assert not missing, missing
+
+
+SCRIPTS = sorted({named for path in PAGES for named in re.findall(r"\bbenchmarks/\w+\.py", path.read_text())})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_benchmark_that_a_page_names_explains_itself(script: str, monkeypatch, capsys) -> None:
+    """Its docstring shows its command, and `--help` works; the figures themselves need their machine and minutes."""
+    source = (ROOT / script).read_text()
+    assert f"python {script}" in source.split('"""')[1]
+    if "argparse" in source:
+        monkeypatch.setattr(sys, "argv", [script, "--help"])
+        monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert ended.value.code == 0
+        assert "usage:" in capsys.readouterr().out
+
+
+# Which test looks at which files of deploy/: a new file has to join a row.
+CHECKED = {
+    "test_manifests.py": ["kuberay/**/*.yaml", "trainer/job.yaml", "trainer/kustomization.yaml"],
+    "test_monitoring.py": ["monitoring/*.yaml", "monitoring/*.json", "monitoring/*.py"],
+    "test_examples.py": ["examples/*.yaml", "trainer/train.yaml", "kuberay/overlays/*/job.yaml"],
+    "test_helm_values.py": ["helm/*.values.yaml"],
+    "test_launcher.py": ["aws/cluster.yaml"],
+    "test_storage_policies.py": ["storage/*.json", "storage/iam/*.json"],
+    "test_images.py": ["images/*"],
+    "test_docs.py": ["**/README.md"],
+}
+
+
+def test_no_file_of_deploy_is_without_a_check() -> None:
+    checked = {path for globs in CHECKED.values() for pattern in globs for path in DEPLOY.glob(pattern)}
+    files = {path for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert files - checked == set()
+    for test in CHECKED:
+        assert (ROOT / "tests/deploy" / test).exists()
