@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import boto3
-
 BIN = Path(sys.executable).parent
 KEY, SECRET = "testkeyid0000000", "testsecret000000000000000000000"
 KINDS = ("moto", "localbucket", "nanio", "rclone")
@@ -42,6 +40,8 @@ class Server:
         }
 
     def client(self):
+        import boto3  # not everywhere where a server runs
+
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -68,7 +68,7 @@ def _command(kind: str, port: int, folder: Path) -> tuple[list[str], dict[str, s
     if kind == "moto":
         return [str(BIN / "moto_server"), "-H", "127.0.0.1", "-p", str(port)], {}
     if kind == "localbucket":
-        return [str(BIN / "localbucket"), "--host", "127.0.0.1", "--port", str(port), str(folder)], {}
+        return [sys.executable, "-m", "localbucket", "--host", "127.0.0.1", "--port", str(port), str(folder)], {}
     if kind == "nanio":
         keys = {"NANIO_ACCESS_KEY": KEY, "NANIO_SECRET_KEY": SECRET}
         return [

@@ -116,6 +116,22 @@ class CheckpointFolder:
             self._store(staging, "final")
         self._write_index(index.model_copy(update={"finished": True}))
 
+    def sweep(self) -> None:
+        """Remove what a killed run left on an object store: checkpoints that were uploaded in part and never named.
+
+        For the start of a run, when nobody else writes here. (Locally `_Staging` and `_store` clear up as they go.)
+        """
+        if self.local is not None:
+            return
+        named = {entry.folder for entry in self.index().checkpoints}
+        try:
+            names = self._patiently(lambda: self.fs.ls(self.root, detail=False), "listing")
+        except FileNotFoundError:
+            return
+        for folder in (str(name).rstrip("/").rsplit("/", 1)[-1] for name in names):
+            if folder.startswith("step-") and folder not in named:
+                self._patiently(partial(self._remove, folder), "removing from")
+
     def fetch(self, entry: CheckpointEntry) -> Path:
         """A local folder with the checkpoint's files; downloaded if it is remote.
 
@@ -180,8 +196,9 @@ class CheckpointFolder:
     def _remove(self, folder: str) -> None:
         if self.local:
             shutil.rmtree(self.local / folder, ignore_errors=True)
-        elif self.fs.exists(f"{self.root}/{folder}"):
-            self.fs.rm(f"{self.root}/{folder}", recursive=True)
+            return
+        for name in self.fs.find(f"{self.root}/{folder}"):
+            self.fs.rm_file(name)  # one by one: not every S3 server deletes many in one request
 
 
 class _Staging:

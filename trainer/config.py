@@ -98,7 +98,8 @@ class OptimConfig(Section):
     """Share of the run in which `wsd` decays."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     state: Literal["float32", "bfloat16", "8bit", "offload"] = "float32"
-    """How Adam's moments are held: float32, bfloat16 (stochastically rounded), torchao's 8 bit, or on the CPU."""
+    """How Adam's moments are held: float32, bfloat16 (stochastically rounded), torchao's 8 bit, or `offload`: float32 in
+    pinned CPU memory, streamed through the GPU at every step."""
     master: Literal["auto", "split", "stochastic", "float32"] = "auto"
     """bf16 weights: `split` keeps an exact float32 weight as bf16 + 16 low bits; `stochastic` keeps none and rounds
     stochastically; `float32` keeps a copy. `auto` is split for bf16 weights; float32 weights need none."""
@@ -122,7 +123,7 @@ class TrainConfig(Section):
     checkpointing: Literal["auto", "none", "full", "keep-attention", "keep-matmuls", "offload"] = "auto"
     """What the backward pass recomputes; see trainer/activation.py."""
     liger: Literal["auto", "on", "off"] = "auto"
-    """Fused norms, rotary embeddings and SwiGLU from liger-kernel (auto: on a GPU where installed)."""
+    """Fused norms, rotary embeddings and SwiGLU from liger-kernel (auto: on a GPU where installed, without compile)."""
     compile: bool = False
     mlp_tile: int | None = Field(None, ge=1)
     """Run each MLP over tiles of so many tokens: for sequences whose MLP activations do not fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -62,6 +63,7 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         return json.loads(run.get_text("summary.json"))
     cache.files(split=config.split)  # an unknown split is refused here, with the names that there are
     _pin_threads(config)
+    run.sweep()
     return _Fit(config, cache, run, source, saved, device, dtype, attention_kind).run()
 
 
@@ -383,7 +385,9 @@ def load_for_training(
     """The student as the configuration trains it: adapters, fused layers, checkpointing, tiling, compilation."""
     base = checkpoint.resolve_model_folder(config.student) if config.lora and resumed else folder
     model = student.load_student(base, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
-    apply_liger(model, config.train.liger, device)
+    # torch.compile fuses the same layers itself, and torch 2.11 cannot trace liger's.
+    wanted = "off" if config.train.compile and config.train.liger == "auto" else config.train.liger
+    apply_liger(model, wanted, device)
     if config.lora:
         model = adapters.add(model, config.lora, saved=folder if resumed else None)
     layers = student.decoder(model).layers
@@ -453,6 +457,8 @@ def _pin_threads(config: TrainerConfig) -> None:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
+        # torch refuses cuBLAS otherwise, whose split products share workspaces; read when CUDA starts, which is later.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 

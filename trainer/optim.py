@@ -7,12 +7,17 @@ bf16 weights lose updates: a weight of 1 does not move by less than 0.004. Three
 
 Bytes a parameter with float32 moments: split 2 + 2 + 8 = 12, float32 copy 14, stochastic 10; bfloat16 moments save 4.
 On CUDA the update is compiled into one pass over the parameter's state (26 bytes of traffic a parameter with split).
+
+state=offload keeps all of that but the bf16 weights in pinned CPU memory and streams it through the GPU, a parameter
+ahead: the same arithmetic, so the same weights bit for bit, for 10 bytes a parameter over the bus each way and step.
+Not torchao's CPUOffloadOptimizer: it takes each gradient away during the backward pass, before the norm that clips it
+is known, and rounds bf16 weights to nearest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -53,14 +58,18 @@ def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
     groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
     common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if config.state in ("8bit", "offload"):
+    if config.state == "8bit":
         return _torchao_optimizer(groups, config, common, bf16=torch.bfloat16 in dtypes)
+    offload = config.state == "offload"
+    if offload and not all(parameter.is_cuda for group in groups for parameter in group["params"]):
+        raise UsageError("optim.state=offload moves states from a GPU to the CPU, and there is no GPU")
     if dtypes == {torch.float32}:
         if config.master not in ("auto", "float32"):
             raise UsageError(f"optim.master={config.master} is for bf16 weights; these are float32 already")
         if config.state == "float32":
             return torch.optim.AdamW(groups, **common, fused=True)
-    return MixedAdamW(groups, **common, master=_master(config, dtypes), state_dtype=getattr(torch, config.state))
+    moments = torch.bfloat16 if config.state == "bfloat16" else torch.float32
+    return MixedAdamW(groups, **common, master=_master(config, dtypes), state_dtype=moments, offload=offload)
 
 
 def _master(config: OptimConfig, dtypes: set[torch.dtype]) -> str:
@@ -73,16 +82,12 @@ def _torchao_optimizer(
     groups: list[dict[str, Any]], config: OptimConfig, common: dict[str, Any], *, bf16: bool
 ) -> torch.optim.Optimizer:
     try:
-        from torchao.optim import AdamW8bit, CPUOffloadOptimizer
+        from torchao.optim import AdamW8bit
     except ImportError as error:
         raise UsageError(f"optim.state={config.state} needs the package torchao (pip install torchao)") from error
     if config.master not in ("auto", "stochastic"):
         raise UsageError(f"optim.state={config.state} rounds bf16 weights stochastically, found master={config.master}")
-    if config.state == "8bit":
-        return AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
-    if not torch.cuda.is_available():
-        raise UsageError("optim.state=offload moves states from a GPU to the CPU, and there is no GPU")
-    return CPUOffloadOptimizer(groups, torch.optim.AdamW, offload_gradients=False, fused=True, **common)
+    return AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -90,6 +95,7 @@ class MixedAdamW(torch.optim.Optimizer):
 
     master       split | float32 | stochastic: where the bits of a float32 weight are that bf16 lacks (module docstring)
     state_dtype  float32 or bfloat16 moments; bf16 moments are rounded stochastically, or the second one would stand still
+    offload      keep the state in pinned CPU memory; two parameters' worth of it is on the GPU at a time
     `grad_scale` (a 0-d tensor or None) multiplies gradients on the way in: clipping without a pass of its own.
     A parameter's gradient is `main_grad` where it has one (float32), else `grad`.
     """
@@ -103,31 +109,51 @@ class MixedAdamW(torch.optim.Optimizer):
         eps: float,
         master: str,
         state_dtype: torch.dtype,
+        offload: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.master, self.state_dtype = master, state_dtype
+        self.master, self.state_dtype, self.offload = master, state_dtype, offload
         self.grad_scale: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise ValueError("MixedAdamW takes no closure")
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                grad = gradient(parameter)
-                if grad is not None:
-                    self._update(parameter, grad, group)
+        updates = [
+            (parameter, grad, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if (grad := gradient(parameter)) is not None
+        ]
+        for parameter, _, _ in updates:
+            if not self.state[parameter]:
+                self.state[parameter].update(self._new_state(parameter))
+        states = [self.state[parameter] for parameter, _, _ in updates]
+        # The stream comes first: zip asks it for one more at the end, and the last state is written back.
+        for state, (parameter, grad, group) in zip(_streamed(states) if self.offload else states, updates, strict=True):
+            self._update(parameter, grad, group, state)
 
-    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-            if parameter.dtype == torch.bfloat16 and self.master == "split":
-                state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
-            elif parameter.dtype == torch.bfloat16 and self.master == "float32":
-                state["master"] = parameter.float()
+    def _new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "step": 0,
+            "exp_avg": torch.zeros_like(parameter, dtype=self.state_dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=self.state_dtype),
+        }
+        if parameter.dtype == torch.bfloat16 and self.master == "split":
+            state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
+        elif parameter.dtype == torch.bfloat16 and self.master == "float32":
+            state["master"] = parameter.float()
+        return {key: self._placed(value, parameter) for key, value in state.items()}
+
+    def _placed(self, value: Any, parameter: torch.Tensor) -> Any:
+        """A piece of state where it lives between steps."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.cpu().pin_memory() if self.offload else value.to(parameter.device, copy=True)
+
+    def _update(
+        self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         state["step"] += 1
         beta1, beta2 = group["betas"]
         numbers = [
@@ -155,14 +181,51 @@ class MixedAdamW(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like torch's, which would cast every moment to the parameter's dtype: here each keeps its own."""
-        super().load_state_dict(state_dict)
+        """Unlike torch's, which would cast every moment to the parameter's dtype and move all of it to the GPU."""
+        super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
+                self.state[parameter][key] = self._placed(value, parameter)
+
+
+def _streamed(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each state as a copy on the GPU that is written back once the caller asks for the next one.
+
+    The next state travels up while one is being updated and the last one travels down. What is on the way is bounded:
+    nothing is fetched before the state two places earlier has left.
+    """
+    compute, up, down = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    left: list[torch.cuda.Event] = []
+
+    def fetch(state: dict[str, Any]) -> dict[str, Any]:
+        if len(left) >= 2:
+            left[-2].synchronize()
+        with torch.cuda.stream(up):
+            return {
+                key: value.cuda(non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+            }
+
+    ahead = fetch(states[0]) if states else None
+    for index, state in enumerate(states):
+        here = ahead
+        assert here is not None
+        compute.wait_stream(up)
+        ahead = fetch(states[index + 1]) if index + 1 < len(states) else None
+        yield here
+        down.wait_stream(compute)
+        with torch.cuda.stream(down):
+            for key, value in here.items():
                 if isinstance(value, torch.Tensor):
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+                    state[key].copy_(value, non_blocking=True)
+                    value.record_stream(compute)
+                    value.record_stream(down)
+                else:
+                    state[key] = value
+        left.append(down.record_event())
+    down.synchronize()  # the next step, or a checkpoint, reads what came down
 
 
 def adamw_update(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", **extra}
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **extra}
 
 
 def write_config(path: Path, **sections: Any) -> Path:
@@ -40,6 +43,24 @@ def start_trainer(*arguments: str | Path, **extra: str) -> subprocess.Popen[str]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**extra)
     )
+
+
+def kill_at_step(config: Path, folder: Path, step: int, number: signal.Signals, **extra: str) -> int:
+    """Start `fit`, send the signal once `step` is logged below `folder`, and return the exit status.
+
+    A run whose output is remote logs into its temporary folder: give it TMPDIR=folder.
+    """
+    process = start_trainer("fit", config, **extra)
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        log = next(folder.rglob("metrics.jsonl"), None)
+        if log and log.read_text().count('"train"') >= step:
+            process.send_signal(number)
+            break
+        time.sleep(0.002)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0, f"the run ended before step {step}: {output}"
+    return process.returncode
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

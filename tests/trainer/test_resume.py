@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,21 +60,6 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     assert all(a[name].equal(b[name]) for name in a)
 
 
-def kill_at_step(config: Path, run: Path, step: int, number: signal.Signals, **extra: str) -> int:
-    """Start the trainer, send the signal once `step` is logged, and return the exit status."""
-    process = runs.start_trainer("fit", config, **extra)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        log = run / "metrics.jsonl"
-        if log.exists() and log.read_text().count('"train"') >= step:
-            process.send_signal(number)
-            break
-        time.sleep(0.002)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0, f"the run ended before step {step}: {output}"
-    return process.returncode
-
-
 def test_two_runs_are_bitwise_equal(uninterrupted: Path, settings: dict[str, Any], tmp_path: Path) -> None:
     config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
     runs.fit_here(config)
@@ -93,7 +77,7 @@ def test_killed_twice_at_random_steps_the_run_is_bitwise_the_uninterrupted_one(
     print(f"seed {seed}: SIGKILL after steps {first} and {second} of {total}")
     config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
     for step in (first, second):
-        assert kill_at_step(config, tmp_path / "run", step, signal.SIGKILL) == -signal.SIGKILL
+        assert runs.kill_at_step(config, tmp_path / "run", step, signal.SIGKILL) == -signal.SIGKILL
     done = runs.trainer("fit", config)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "run", uninterrupted)
@@ -104,7 +88,7 @@ def test_sigterm_saves_at_once_and_the_same_command_continues(
 ) -> None:
     settings = {**settings, "checkpoint": {"every_steps": None}}
     config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
-    assert kill_at_step(config, tmp_path / "run", 5, signal.SIGTERM) == 1
+    assert runs.kill_at_step(config, tmp_path / "run", 5, signal.SIGTERM) == 1
     latest = CheckpointFolder(str(tmp_path / "run")).index().latest
     assert latest is not None
     assert latest.step >= 5
@@ -114,27 +98,55 @@ def test_sigterm_saves_at_once_and_the_same_command_continues(
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
-def test_checkpoints_on_s3_resume_bitwise_too(
+def test_killed_twice_with_checkpoints_on_s3_the_run_is_bitwise_the_uninterrupted_one(
     uninterrupted: Path, settings: dict[str, Any], tmp_path: Path, s3_url: str
 ) -> None:
-    output = f"{s3_url}/runs/a"
+    """Once within the first epoch and once after its end; a kill may fall into the writing of a checkpoint."""
+    total = len(losses(uninterrupted))
+    seed = random.randrange(10**6)
+    kills = random.Random(seed).randrange(2, total // 3), random.Random(seed + 1).randrange(total // 2, total - 2)
+    print(f"seed {seed}: SIGKILL after steps {kills[0]} and {kills[1]} of {total}")
+    output = f"{s3_url}/runs/killed"
+    config = runs.write_config(tmp_path / "train.yaml", **settings, output=output)
+    for number, step in enumerate(kills):
+        logs = tmp_path / f"logs-{number}"
+        logs.mkdir()
+        assert runs.kill_at_step(config, logs, step, signal.SIGKILL, TMPDIR=str(logs)) == -signal.SIGKILL
+    folder = CheckpointFolder(output)
+    folder.fs.pipe_file(f"{folder.root}/step-00000003-0badc0de/model.safetensors", b"half")  # of a kill while uploading
+    runs.fit_here(config)
+    assert_same_run(downloaded(output, tmp_path / "from-s3"), uninterrupted)
+    left = {name.split("/")[-1] for name in folder.fs.ls(folder.root, detail=False)}
+    assert {name for name in left if name.startswith("step-")} == {c.folder for c in folder.index().checkpoints}
+
+
+def test_a_clean_stop_with_checkpoints_on_s3_continues_and_drops_old_ones(
+    settings: dict[str, Any], tmp_path: Path, s3_url: str
+) -> None:
+    output = f"{s3_url}/runs/stopped"
     config = runs.write_config(tmp_path / "train.yaml", **settings, output=output)
     constant = "optim.schedule=constant"  # a run that was stopped by max_steps would have decayed by then
     runs.fit_here(config, "train.max_steps=14", constant)
     folder = CheckpointFolder(output)
-    assert folder.index().latest is not None
-    assert folder.index().latest.step == 14
+    latest = folder.index().latest
+    assert latest is not None
+    assert latest.step == 14
     runs.fit_here(config, constant)
     straight = runs.write_config(tmp_path / "straight.yaml", **settings, output=str(tmp_path / "run"))
     runs.fit_here(straight, constant)
-    local = tmp_path / "from-s3"
-    (local / "final").mkdir(parents=True)
-    (local / "metrics.jsonl").write_text(folder.get_text("metrics.jsonl"))
-    folder.fs.get_file(f"{folder.root}/final/model.safetensors", str(local / "final" / "model.safetensors"))
-    assert_same_run(local, tmp_path / "run")
+    assert_same_run(downloaded(output, tmp_path / "from-s3"), tmp_path / "run")
     assert len(folder.index().checkpoints) == 2  # keep_last, and the dropped ones are gone
     names = {entry.split("/")[-1] for entry in folder.fs.ls(folder.root, detail=False)}
     assert sum(name.startswith("step-") for name in names) == 2
+
+
+def downloaded(output: str, local: Path) -> Path:
+    """What `assert_same_run` compares, from a run on an object store."""
+    folder = CheckpointFolder(output)
+    (local / "final").mkdir(parents=True)
+    (local / "metrics.jsonl").write_text(folder.get_text("metrics.jsonl"))
+    folder.fs.get_file(f"{folder.root}/final/model.safetensors", str(local / "final" / "model.safetensors"))
+    return local
 
 
 @pytest.mark.parametrize("stage", ["write", "fsync", "rename", "switch", "cleanup"])
