@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import teachercache
 from teachercache.errors import TeacherCacheError, UsageError
@@ -398,6 +399,8 @@ def load_for_training(
         policy = _auto_policy(model, config, device)
     activation.apply_policy(model, layers, policy)
     if config.train.compile:
+        # Attention follows each batch's documents: traced into a layer, it would be compiled again for every batch.
+        ALL_ATTENTION_FUNCTIONS.register(attention.NAME, torch.compiler.disable(attention.document_attention))
         for layer in layers:
             layer.compile(dynamic=True)
     return model.train()
