@@ -130,6 +130,8 @@ class TrainConfig(Section):
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch: pin them for bitwise equal runs."""
     deterministic: bool = False
+    """torch.use_deterministic_algorithms. Bitwise equal runs on a CPU need only `threads`; on an H200 runs were bitwise
+    equal without it and to 3e-5 with it (docs/LOG.md), so it is for those who want torch's own refusals."""
     spike_factor: float | None = Field(None, gt=1)
     """Stop when a step's loss exceeds so many times the running mean (NaN and infinity always stop)."""
     store_patience_s: float = Field(600.0, ge=0)
