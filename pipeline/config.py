@@ -74,14 +74,14 @@ class Fields(_Strict):
     """Names of the columns that hold what we need.  Exactly one of text, messages, input_ids is used."""
 
     text: str | None = None
-    messages: str | None = None
+    messages: str | None = Field(default=None, description="a conversation; in generate mode its last turn is answered")
     input_ids: str | None = None
     id: str | None = None
     loss_mask: str | None = Field(
         default=None, description="with input_ids: one bool per token, false = do not learn it"
     )
     tools: str | None = Field(default=None, description="with messages: the tools that the template renders")
-    prompt: str | None = Field(default=None, description="in generate mode: what the teacher continues")
+    prompt: str | None = Field(default=None, description="in generate mode: raw text that the teacher continues")
     continuation: str | None = Field(default=None, description="scored after `text` with the loss mask on it alone")
 
     @property
@@ -288,11 +288,16 @@ class JobConfig(_Strict):
                 f"{self.teacher.max_model_len}: prompt log-probabilities need one token more than the input"
             )
         for corpus in self.corpora:
-            if (corpus.fields.kind == "prompt") != (self.recipe.mode == "generate"):
+            kind, generates = corpus.fields.kind, self.recipe.mode == "generate"
+            if generates and kind not in ("prompt", "messages"):
                 raise ValueError(
-                    f"corpus {corpus.source!r}: `fields.prompt` and recipe.mode generate belong together"
-                    f" (mode is {self.recipe.mode})"
+                    f"corpus {corpus.source!r}: recipe.mode generate continues `fields.prompt` or `fields.messages`, "
+                    f"found {kind}"
                 )
+            if kind == "prompt" and not generates:
+                raise ValueError(f"corpus {corpus.source!r}: `fields.prompt` needs recipe.mode generate, found score")
+        if self.recipe.mode == "generate" and self.recipe.chat.mask == "all":
+            raise ValueError("recipe.chat.mask all: in mode generate the mask is on what the teacher writes")
         return self
 
     @property
@@ -319,5 +324,9 @@ def load_job(path: str | Path, overrides: list[str] | None = None) -> JobConfig:
 
 
 def canonical_json(value: Any) -> str:
-    """One spelling per value, for digests."""
+    """One spelling per value, for digests of recipes and conversations.
+
+    ASCII, where teachercache.spec.canonical_json is UTF-8: a conversation may hold half of a surrogate pair, which UTF-8
+    cannot spell.  The two give other digests for any text beyond ASCII, so neither can take the other's place.
+    """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from pipeline.config import CorpusConfig, JobConfig, canonical_json
 from pipeline.corpus.documents import Dropped, extract
-from pipeline.corpus.encode import Encoder
+from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
 from pipeline.corpus.inputs import InputFile, expand, fingerprint_all, open_binary
 from pipeline.corpus.readers import file_format, parquet_shape, read_documents, unit_of
 from pipeline.corpus.readers import wanted_columns as parquet_columns
@@ -30,6 +29,7 @@ from teachercache.errors import UsageError
 RECIPE_VERSION = 1  # raise when the code makes other rows from the same recipe: every shard then gets another id
 SAMPLE_BYTES = 32 << 10
 LARGE_WHOLE_FILE = 256 << 20
+ENOUGH_TO_JUDGE = 8  # documents of a sample that, all unfit for the job, mean that the job file is wrong
 
 
 @dataclass(slots=True)
@@ -66,25 +66,30 @@ class Planned:
     warnings: list[str]
 
 
-def recipe_of(job: JobConfig, corpus: CorpusConfig) -> dict[str, Any]:
-    """Everything that turns this corpus's bytes into rows, with defaults resolved."""
-    recipe = job.recipe.model_dump(mode="json")
-    recipe["windows"]["size"] = job.window_size
-    if job.recipe.chat.template is not None:
-        recipe["chat"]["template"] = hashlib.sha256(Path(job.recipe.chat.template).read_bytes()).hexdigest()
-    if corpus.fields.kind != "messages":
-        recipe.pop("chat")
+def recipe_of(job: JobConfig, corpus: CorpusConfig, template: str | None, *, brief: bool = False) -> dict[str, Any]:
+    """Everything that turns this corpus's bytes into rows.  `template`: the text that renders its conversations.
+
+    brief: only what differs from the defaults.  Digests are taken of that, so that an option which a later version
+    adds changes no shard of a job that does not use it; who changes a default must raise RECIPE_VERSION.
+    """
+    recipe = job.recipe.model_dump(mode="json", exclude_defaults=brief)
+    recipe.setdefault("windows", {})["size"] = job.window_size
+    chat = recipe.setdefault("chat", {})
+    if corpus.fields.kind == "messages":
+        chat["template"] = hashlib.sha256((template or "").encode()).hexdigest()
+    else:  # of the options for conversations, this one alone acts on others
+        recipe["chat"] = {"rows": chat["rows"]} if chat.get("rows", "all") != "all" else {}
     if job.recipe.mode != "generate":
-        recipe.pop("generate")
+        recipe.pop("generate", None)
     return {
         "version": RECIPE_VERSION,
         "recipe": recipe,
-        "corpus": corpus.model_dump(mode="json", exclude={"files"}),
+        "corpus": corpus.model_dump(mode="json", exclude={"files"}, exclude_defaults=brief),
     }
 
 
-def recipe_digest(job: JobConfig, corpus: CorpusConfig) -> str:
-    return hashlib.sha256(canonical_json(recipe_of(job, corpus)).encode()).hexdigest()
+def recipe_digest(job: JobConfig, corpus: CorpusConfig, template: str | None) -> str:
+    return hashlib.sha256(canonical_json(recipe_of(job, corpus, template, brief=True)).encode()).hexdigest()
 
 
 def shard_id(input_digest: str, start: int, stop: int, unit: str, recipe: str) -> str:
@@ -145,6 +150,11 @@ def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encode
             continue
         density.documents += 1
         longest = max(longest, len(document.text.encode()))
+        if job.recipe.mode == "generate":  # what the teacher will write is not known; it is counted at its longest
+            count = min(len(tokens.ids) + int(tokens.bos) + job.recipe.generate.max_tokens, job.window_size)
+            density.tokens += count
+            density.rows += job.recipe.generate.max_tokens if job.recipe.chat.rows == "masked" else count
+            continue
         try:
             for window in encoder.windows(document, tokens):
                 density.tokens += len(window.input_ids)
@@ -158,6 +168,20 @@ def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encode
     else:
         density.units = max(last, min(limit, max(file.size, 1))) if unit == "bytes" else max(last, longest, 1)
     return density
+
+
+def _check_sample(file: InputFile, corpus: CorpusConfig, density: Density, whole: bool) -> list[str]:
+    """A warning where nothing of a sample can be used.  Raises UsageError where the job file must be wrong."""
+    lost = Counter({k: n for k, n in density.drops.items() if k != "sampled_out"})
+    if density.documents or not lost:
+        return []
+    if lost.keys() == {ENDS_WITH_ASSISTANT} and (whole or lost.total() >= ENOUGH_TO_JUDGE):
+        raise UsageError(
+            f"{file.url}: recipe.mode generate answers the last turn of a conversation, but all {lost.total()} of a "
+            f"sample of source {corpus.source!r} end with the assistant's answer; leave that turn out, or score it as "
+            "it stands with recipe.mode=score"
+        )
+    return [f"{file.url}: nothing of the sample can be used: {', '.join(f'{k} {n}' for k, n in lost.items())}"]
 
 
 def _shards_of(
@@ -180,6 +204,7 @@ def _shards_of(
         total = parquet_rows
     density = sample_density(file, corpus, job, encoder, parquet_rows)
     text_units = total * (_inflation(file.url, compression, file.size) if unit == "file" else 1.0)
+    warnings += _check_sample(file, corpus, density, whole=density.units >= total)
     per_unit = density.tokens / density.units if density.units else 0.0
     estimate = SourceEstimate(
         corpus.source,
@@ -233,7 +258,7 @@ def make_plan(
     warnings: list[str] = []
     seen: dict[str, str] = {}
     for index, corpus in enumerate(job.corpora):
-        digest = recipe_digest(job, corpus)
+        digest = recipe_digest(job, corpus, encoder.chat_template)
         files = []
         for file in fingerprint_all(expand(job.patterns(corpus))):
             first = seen.setdefault(f"{file.digest}:{digest}", file.url)
@@ -262,8 +287,8 @@ def make_plan(
         shards = mark_duplicates(job, shards, committed)
     stored = {
         "corpora": [c.model_dump(mode="json") for c in job.corpora],
-        "recipes": [recipe_of(job, c)["recipe"] for c in job.corpora],
-        "recipe_digests": [recipe_digest(job, c) for c in job.corpora],
+        "recipes": [recipe_of(job, c, encoder.chat_template)["recipe"] for c in job.corpora],
+        "recipe_digests": [recipe_digest(job, c, encoder.chat_template) for c in job.corpora],
     }
     plan = Plan(spec_digest=spec_digest, created=utc_now(), job=stored, shards=shards)
     return Planned(plan, estimates, warnings)

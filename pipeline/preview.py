@@ -42,6 +42,10 @@ def show_documents(console: Console, prepared: Prepared, count: int) -> None:
                 markup=False,
                 style="bold",
             )
+            if job.recipe.mode == "generate":
+                text = encoder.backend.decode(tokens.ids[:MOST_TOKENS].tolist(), skip_special_tokens=False)
+                console.print(Text(text, style="dim") + Text(" … the teacher goes on from here", style="green"))
+                continue
             for window in windows:
                 learned = {int(r) + 1 for r, m in zip(window.row_pos, window.loss_mask, strict=True) if m}
                 line = Text(f"[window {window.window} from token {window.start}] ", style="cyan")

@@ -30,12 +30,13 @@ from pipeline.corpus.inputs import fingerprint
 from pipeline.corpus.readers import InputDamaged, read_documents
 from pipeline.engine_loop import EngineLoop
 from pipeline.teachers import start_teacher
-from pipeline.teachers.base import Scored, Teacher
+from pipeline.teachers.base import Prompt, Scored, Teacher
 from teachercache import CacheSpec, CacheWriter, PlanShard, Record, Store, check_record, fingerprint_config
 from teachercache.errors import InvalidRecord, TeacherCacheError, UsageError
 from teachercache.record import content_key
 
 ENCODE_BATCH = 64  # documents tokenised at a time
+GENERATE_BATCH = 256  # prompts continued at a time: the engine decodes them side by side
 QUARANTINE_NAMES = 100  # documents named in one quarantine entry
 
 
@@ -248,7 +249,8 @@ class ShardWorker:
         excluded = set(task.exclude)
         # the file is read again for the suspects; what it drops is counted the first time
         documents = self._documents(task.shard, Counter() if alone else drops)
-        while batch := list(islice(documents, ENCODE_BATCH)):
+        size = GENERATE_BATCH if self.job.recipe.mode == "generate" else ENCODE_BATCH
+        while batch := list(islice(documents, size)):
             chosen = [d for d in batch if d.ordinal not in excluded and (d.ordinal in suspects) == alone]
             if not alone:
                 for document in (d for d in batch if d.ordinal in excluded):
@@ -269,7 +271,7 @@ class ShardWorker:
     def _continue(self, encoded: list[tuple[Document, Tokens | Dropped]]) -> list[tuple[Document, Tokens | Dropped]]:
         """Generate mode: the teacher writes on; prompt and continuation are scored, the mask is on the continuation."""
         config, limit = self.job.recipe.generate, self.job.window_size
-        prompts: dict[int, np.ndarray] = {}
+        prompts: dict[int, Prompt] = {}
         for place, (_, tokens) in enumerate(encoded):
             if isinstance(tokens, Dropped):
                 continue
@@ -278,20 +280,21 @@ class ShardWorker:
             if len(ids) + 1 > limit:
                 encoded[place] = (encoded[place][0], Dropped("prompt_too_long"))
             else:
-                prompts[place] = ids
+                seed = generation_seed(encoded[place][0].content_hash, config.seed)
+                prompts[place] = Prompt(ids, seed, min(config.max_tokens, limit - len(ids)))
         if not prompts:
             return encoded
-        seeds = [generation_seed(encoded[place][0].content_hash, config.seed) for place in prompts]
-        made = self.loop.call(lambda teacher: teacher.generate(list(prompts.values()), config, seeds))
-        for place, seed, answer in zip(prompts, seeds, made, strict=True):
+        chosen, stops = list(prompts.values()), self.encoder.stop_ids
+        made = self.loop.call(lambda teacher: teacher.generate(chosen, config, stops))
+        for (place, prompt), answer in zip(prompts.items(), made, strict=True):
             document, tokens = encoded[place]
             assert not isinstance(tokens, Dropped)
-            written = answer.ids[: limit - len(prompts[place])]
+            written = answer.ids
             if not len(written):
                 encoded[place] = (document, Dropped("empty_continuation"))
                 continue
             learn = np.concatenate([np.zeros(len(tokens.ids), dtype=bool), np.ones(len(written), dtype=bool)])
-            document.meta = {**document.meta, "finish_reason": answer.finish_reason, "generate_seed": seed}
+            document.meta = {**document.meta, "finish_reason": answer.finish_reason, "generate_seed": prompt.seed}
             encoded[place] = (document, Tokens(np.concatenate([tokens.ids, written]), learn, tokens.bos))
         return encoded
 

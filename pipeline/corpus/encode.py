@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 
 from pipeline.config import JobConfig
 from pipeline.corpus.documents import Document, Dropped
-from pipeline.corpus.templates import Render, assistant_spans, make_renderer
+from pipeline.corpus.templates import Render, assistant_spans, end_markers, make_renderer
 from pipeline.corpus.windows import resolved, spans
 from teachercache import TokenizerSpec, fingerprint_tokenizer
 from teachercache.errors import UsageError
+
+ENDS_WITH_ASSISTANT = "ends_with_assistant"  # why a conversation cannot be continued in generate mode
 
 
 @dataclass(slots=True)
@@ -67,8 +69,13 @@ class Encoder:
                 f"{model_path}: recipe.eos is true but the tokenizer has no EOS token; set recipe.eos=false"
             )
         self._chat: Render | None = None
+        self.chat_template: str | None = None  # what conversations are rendered by
+        self.stop_ids: list[int] = []  # in generate mode: ends of an answer, beside the teacher's own
         if any(c.fields.kind == "messages" for c in job.corpora):
             self._chat = self._renderer(model_path)
+            if job.recipe.mode == "generate":
+                ends = end_markers(self._chat, self.special_tokens)
+                self.stop_ids = [i for i in map(self.backend.token_to_id, ends) if i is not None]
         try:
             resolved(job.recipe.windows, job.window_size)
         except ValueError as error:
@@ -103,6 +110,7 @@ class Encoder:
             raise UsageError(f"recipe.chat.template or {model_path}: {str(error).splitlines()[0]}") from error
         if not (template or tokenizer.chat_template):
             raise UsageError(f"{model_path}: the tokenizer has no chat template; set recipe.chat.template")
+        self.chat_template = template or json.dumps(tokenizer.chat_template)  # a tokenizer may bring several, by name
         return make_renderer(tokenizer, template, chat.template_args)
 
     def render(self, *arguments: Any, **named: Any) -> str:
@@ -145,7 +153,7 @@ class Encoder:
     def _text_tokens(self, document: Document, ids: np.ndarray, continuation: np.ndarray | None) -> Tokens:
         if not ids.size:
             raise Dropped("empty")
-        learn = np.ones(ids.size, dtype=bool)
+        learn = np.full(ids.size, document.kind != "prompt")
         if continuation is not None:
             if not continuation.size:
                 raise Dropped("empty_continuation")
@@ -171,6 +179,8 @@ class Encoder:
         messages = document.messages
         if chat.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": chat.system}, *messages]
+        if self.job.recipe.mode == "generate":
+            return self._chat_prompt(messages, document.tools)
         if chat.mask == "assistant":
             text, parts = assistant_spans(messages, self.render, self.special_tokens, document.tools)
         else:
@@ -188,6 +198,17 @@ class Encoder:
         # `auto` leaves the BOS to the template; one that it writes is counted as the added one
         bos = self._leading_bos(ids)
         return Tokens(ids[bos:], learn[bos:], bos > 0 or self.job.recipe.bos == "always")
+
+    def _chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Tokens:
+        """A conversation up to where the assistant's answer begins; nothing of it is learned."""
+        if messages[-1]["role"] == "assistant":
+            raise Dropped(ENDS_WITH_ASSISTANT, "there is no turn left to answer")
+        text = self.render(messages, tools=tools, add_generation_prompt=True)
+        ids = np.asarray(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        if not ids.size:
+            raise Dropped("empty")
+        bos = self._leading_bos(ids)
+        return Tokens(ids[bos:], np.zeros(ids.size - bos, dtype=bool), bos > 0 or self.job.recipe.bos == "always")
 
     def _given_tokens(self, document: Document) -> Tokens:
         ids = document.input_ids

@@ -40,6 +40,17 @@ def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any
     return render
 
 
+def end_markers(render: Render, special_tokens: Sequence[str]) -> list[str]:
+    """The special token that follows an answer, where the template writes one: what a teacher must stop at."""
+    try:
+        text = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}])
+    except Dropped:  # a template that refuses so plain a conversation shows no end
+        return []
+    names = "|".join(sorted((re.escape(t) for t in special_tokens if t), key=len, reverse=True))
+    found = re.search(names, text[text.rfind(_SENTINEL) :]) if names and _SENTINEL in text else None
+    return [found[0]] if found else []
+
+
 def _common_prefix(a: str, b: str) -> int:
     """Length of the longest common prefix, by bisection over slices (no Python loop over characters)."""
     low, high = 0, min(len(a), len(b))

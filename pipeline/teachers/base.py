@@ -62,8 +62,20 @@ class Scored:
 
 
 @dataclass(slots=True)
+class Prompt:
+    """What a teacher continues: ids int32 [n], BOS included, by at most `most` tokens, sampled from `seed`."""
+
+    ids: np.ndarray
+    seed: int
+    most: int
+
+
+@dataclass(slots=True)
 class Generated:
-    """A continuation: ids int32 [m] (an end token included when the teacher wrote one), and why it stopped."""
+    """A continuation: ids int32 [m] (an end token included when the teacher wrote one), and why it stopped.
+
+    finish_reason is `stop` at an end token, else `length`.
+    """
 
     ids: np.ndarray
     finish_reason: str
@@ -90,8 +102,10 @@ class Teacher(ABC):
     def accelerate(self) -> None:  # noqa: B027  (most teachers have nothing to switch on)
         """Switches on what changes how rows are made inside the engine; the canary compares before and after."""
 
-    def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
-        """Continuations of prompts (int32 [n] each), one seed each.  Only called while nothing is pending."""
+    def generate(
+        self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
+    ) -> list[Generated]:
+        """Continuations, each ended by the teacher's own end tokens or one of `stop_ids`.  Called with nothing pending."""
         raise TeacherCacheError(f"{type(self).__name__} cannot generate; use engine vllm or hf")
 
     def close(self) -> None:  # noqa: B027

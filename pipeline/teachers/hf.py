@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import Batch, Generated, RowsInvalid, Scored, Teacher, rows_from_columns
+from pipeline.teachers.base import Batch, Generated, Prompt, RowsInvalid, Scored, Teacher, rows_from_columns
 from teachercache.errors import UsageError
 
 
@@ -84,15 +84,21 @@ class HfTeacher(Teacher):
                 out.append(torch.cat([logprobs.gather(1, target), top.values], dim=1))
             return torch.cat(out_ids).to(torch.int32).cpu().numpy(), torch.cat(out).cpu().numpy()
 
-    def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
+    def generate(
+        self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
+    ) -> list[Generated]:
         torch, made = self.torch, []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            torch.manual_seed(seed)
-            ids = torch.as_tensor(prompt, dtype=torch.long, device=self.model.device)[None]
+        own = self.model.generation_config.eos_token_id
+        ends = sorted({*([] if own is None else [own] if isinstance(own, int) else own), *stop_ids})
+        for prompt in prompts:
+            torch.manual_seed(prompt.seed)
+            ids = torch.as_tensor(prompt.ids, dtype=torch.long, device=self.model.device)[None]
             sampling: dict[str, Any] = {"do_sample": config.temperature > 0}
             if config.temperature > 0:
                 sampling |= {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
-            output = self.model.generate(ids, max_new_tokens=config.max_tokens, pad_token_id=0, **sampling)
+            output = self.model.generate(
+                ids, max_new_tokens=prompt.most, pad_token_id=0, eos_token_id=ends or None, **sampling
+            )
             new = output[0, ids.shape[1] :].to(torch.int32).cpu().numpy()
-            made.append(Generated(new, "length" if len(new) == config.max_tokens else "stop"))
+            made.append(Generated(new, "stop" if len(new) and int(new[-1]) in ends else "length"))
         return made

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import Batch, EngineDied, Generated, RowsInvalid, Scored, Teacher, rows_from_columns
+from pipeline.teachers.base import Batch, EngineDied, Generated, Prompt, RowsInvalid, Scored, Teacher, rows_from_columns
 
 
 def expected_columns(input_ids: np.ndarray, top_k: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,9 +77,16 @@ class NoopTeacher(Teacher):
     def pending(self) -> int:
         return len(self._queue)
 
-    def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
+    def generate(
+        self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
+    ) -> list[Generated]:
+        """Up to five tokens that depend on the prompt's last one and the seed; even seeds then write a stop id."""
         made = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            ids = (prompt[-1].astype(np.int64) + 1 + seed + np.arange(min(config.max_tokens, 5))) % self.vocab_size
-            made.append(Generated(ids.astype(np.int32), "length"))
+        for prompt in prompts:
+            first = int(prompt.ids[-1]) + 1 + prompt.seed
+            ids = (first + np.arange(min(prompt.most, 5), dtype=np.int64)) % self.vocab_size
+            stops = bool(stop_ids) and prompt.seed % 2 == 0
+            if stops:
+                ids[-1] = stop_ids[0]
+            made.append(Generated(ids.astype(np.int32), "stop" if stops else "length"))
         return made

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
 from pipeline.teachers import worker_rows
-from pipeline.teachers.base import Batch, EngineDied, Generated, RowsInvalid, Scored, Teacher, rows_from_columns
+from pipeline.teachers.base import Batch, EngineDied, Generated, Prompt, RowsInvalid, Scored, Teacher, rows_from_columns
 from teachercache.errors import UsageError
 
 
@@ -161,7 +161,9 @@ class VllmTeacher(Teacher):
             last, last_lp = _columns_of_flat(completion.logprobs, 0, width)
         return np.concatenate([first, last[:1]]), np.concatenate([first_lp, last_lp[:1]])
 
-    def generate(self, prompts: Sequence[np.ndarray], config: GenerateConfig, seeds: Sequence[int]) -> list[Generated]:
+    def generate(
+        self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
+    ) -> list[Generated]:
         from vllm import SamplingParams
 
         params = [
@@ -169,15 +171,15 @@ class VllmTeacher(Teacher):
                 temperature=config.temperature,
                 top_p=config.top_p,
                 top_k=config.top_k,
-                max_tokens=min(config.max_tokens, self._config.max_model_len - len(prompt) - 1),
-                seed=seed if config.temperature > 0 else None,
+                max_tokens=prompt.most,
+                seed=prompt.seed if config.temperature > 0 else None,
                 detokenize=False,
-                stop_token_ids=self._end_tokens(),
+                stop_token_ids=sorted({*self._end_tokens(), *stop_ids}),
             )
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for prompt in prompts
         ]
         try:
-            outputs = self.llm.generate([{"prompt_token_ids": p.tolist()} for p in prompts], params, use_tqdm=False)
+            outputs = self.llm.generate([{"prompt_token_ids": p.ids.tolist()} for p in prompts], params, use_tqdm=False)
         except self._dead as error:
             raise EngineDied(f"vLLM's engine died while generating: {error}") from error
         return [

@@ -175,6 +175,43 @@ def test_system_prompt_of_the_job_is_put_before_conversations_without_one(folder
     assert "From the job." not in text
 
 
+ENDS = {
+    "smollm2": "<|im_end|>",
+    "llama31": "<|eot_id|>",
+    "qwen3": "<|im_end|>",
+    "gemma3": "<end_of_turn>",
+    "gptoss": "<|return|>",
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), [(f, k) for f in FAMILIES for k in ("open", "answered")])
+def test_prompt_is_the_conversation_up_to_where_the_answer_begins(folder, family, kind):
+    """Generate mode: what the teacher continues, and the marker at which it stops."""
+    if (family, kind) == ("gemma3", "answered"):
+        pytest.skip("Gemma's template has no tool turns")
+    conversation, tools = (OPEN, None) if kind == "open" else (TOOL[:3], TOOLS)
+    encoder = make_encoder(folder, family, mode="generate")
+    tokens = tokens_of(encoder, conversation, tools)
+    text = encoder.backend.decode(tokens.ids.tolist(), skip_special_tokens=False)
+    assert text == encoder.render(conversation, tools=tools, add_generation_prompt=True)
+    assert text.startswith(encoder.render(conversation, tools=tools))
+    assert not tokens.learn.any()
+    assert encoder.stop_ids == [encoder.backend.token_to_id(ENDS[family])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversation_that_is_answered_already_cannot_be_continued(folder, family):
+    with pytest.raises(Dropped, match="ends_with_assistant"):
+        tokens_of(make_encoder(folder, family, mode="generate"), MULTI)
+
+
+def test_prompt_keeps_the_templates_bos_once(tmp_path):
+    encoder = make_encoder(make_tokenizer(tmp_path / "with-bos", bos=True), "gemma3", mode="generate")
+    tokens = tokens_of(encoder, MULTI[:1])
+    assert tokens.bos
+    assert encoder.bos_id not in tokens.ids
+
+
 @pytest.mark.parametrize("recipe_bos", ["auto", "always", "never"])
 @pytest.mark.parametrize("family", ["gemma3", "smollm2"])
 def test_bos_comes_at_most_once(tmp_path, family, recipe_bos):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import collections
 import json
+from pathlib import Path
 
 import numpy as np
+import pytest
+from tokenizers import Tokenizer
 
 import teachercache
+from pipeline.config import load_job
+from pipeline.job import run_job
+from teachercache.errors import UsageError
 from tests.pipeline.conftest import documents, pipeline, verify, write_jsonl
 
 
@@ -30,6 +36,72 @@ def test_generate_scores_prompt_and_continuation_and_masks_the_continuation(job_
         assert r.row_pos[r.loss_mask].tolist() == list(range(prompt - 1, prompt + 4))
         assert r.meta["finish_reason"] == "length"
     assert len({r.meta["generate_seed"] for r in records}) == 10
+
+
+QUESTIONS = [
+    {
+        "id": f"c{i}",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Is {i} odd?"}],
+    }
+    for i in range(20)
+]
+ANSWERED = {"id": "answered", "messages": [*QUESTIONS[0]["messages"], {"role": "assistant", "content": "No."}]}
+CHAT = Path(__file__).parent / "templates" / "smollm2.jinja"
+
+
+@pytest.mark.parametrize("rows", ["all", "masked"])
+def test_generate_answers_the_last_turn_of_a_conversation(job_file, tmp_path, tokenizer_folder, rows):
+    path = write_jsonl(tmp_path / "a.jsonl", [*QUESTIONS, ANSWERED])
+    recipe = {"mode": "generate", "generate": {"seed": 3}, "chat": {"template": str(CHAT), "rows": rows}}
+    job = job_file(tmp_path / "cache", [path], corpus={"fields": {"messages": "messages", "id": "id"}}, recipe=recipe)
+    result = run_job(load_job(job))  # in this process: importing transformers takes seconds
+    assert result.manifest is not None
+    assert result.manifest.drops == {"ends_with_assistant": 1}
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+    records = {r.doc_id: r for r in teachercache.open(str(tmp_path / "cache")).records()}
+    assert set(records) == {q["id"] for q in QUESTIONS}
+    for question in QUESTIONS:
+        record = records[question["id"]]
+        asked = question["messages"][1]["content"]
+        prompt = tokenizer.encode(
+            f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n",
+            add_special_tokens=False,
+        ).ids
+        assert record.input_ids[: len(prompt)].tolist() == prompt
+        written = range(len(prompt), len(record.input_ids))
+        assert len(written) == 5
+        assert (record.row_pos[record.loss_mask] + 1).tolist() == list(written)
+        assert len(record.row_pos) == (5 if rows == "masked" else len(record.input_ids))
+        stopped = record.meta["generate_seed"] % 2 == 0  # the stand-in teacher's way to stop
+        assert record.meta["finish_reason"] == ("stop" if stopped else "length")
+        assert (record.input_ids[-1] == end) == stopped
+    assert len({r.meta["finish_reason"] for r in records.values()}) == 2
+    assert len({r.meta["generate_seed"] for r in records.values()}) == len(QUESTIONS)
+
+
+def test_generate_over_answered_conversations_is_refused_before_anything_is_written(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [ANSWERED | {"id": str(i)} for i in range(12)])
+    recipe = {"mode": "generate", "chat": {"template": str(CHAT)}}
+    job = job_file(tmp_path / "cache", [path], corpus={"fields": {"messages": "messages", "id": "id"}}, recipe=recipe)
+    with pytest.raises(UsageError, match="end with the assistant's answer"):
+        run_job(load_job(job))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_answers_have_the_length_that_the_window_leaves(job_file, tmp_path):
+    """A prompt that fills the window is dropped; one that nearly does is continued by what is left, and says `length`."""
+    rows = [{"id": "full", "text": "x" * 64}, {"id": "near", "text": "y" * 61}]
+    job = job_file(
+        tmp_path / "cache",
+        [write_jsonl(tmp_path / "a.jsonl", rows)],
+        corpus={"fields": {"prompt": "text", "id": "id"}},
+        recipe={"mode": "generate", "windows": {"size": 64}},
+    )
+    assert pipeline("run", job).returncode == 0
+    (record,) = teachercache.open(str(tmp_path / "cache")).records()
+    assert (record.doc_id, len(record.input_ids), record.meta["finish_reason"]) == ("near", 64, "length")
+    assert json.loads(pipeline("status", job, "--json").stdout)["drops"] == {"prompt_too_long": 1}
 
 
 def test_continuations_that_a_student_wrote_are_scored_with_its_revision_in_the_plan(job_file, tmp_path):

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config import TeacherConfig, parse_job
+from pipeline.config import GenerateConfig, TeacherConfig, parse_job
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder
+from pipeline.teachers.base import Prompt
 
 MODEL = Path("build/models/smollm2-135m")
 POSITIONS = 2_000
@@ -32,9 +33,18 @@ def real_inputs(encoder: Encoder) -> list[np.ndarray]:
     raise AssertionError("the language reference is shorter than expected")
 
 
+def continuations(teacher, prompt: np.ndarray) -> dict[str, list]:
+    """Eight tokens of the likeliest continuation, the same up to a stop token, and samples from seeds 1, 1 and 2."""
+    greedy, sampled = GenerateConfig(temperature=0.0), GenerateConfig(temperature=1.5)
+    (free,) = teacher.generate([Prompt(prompt, 0, 8)], greedy)
+    (stopped,) = teacher.generate([Prompt(prompt, 0, 8)], greedy, [int(free.ids[3])])
+    samples = teacher.generate([Prompt(prompt, seed, 8) for seed in (1, 1, 2)], sampled)
+    return {"free": free, "stopped": stopped, "samples": samples}
+
+
 @pytest.fixture(scope="module")
 def scored():
-    """(inputs, rows by the active path, rows by the public path, reference columns)."""
+    """(inputs, rows by the active path, rows by the public path, reference columns, continuations of both)."""
     if not (MODEL / "model.safetensors").exists():
         pytest.skip(f"{MODEL} is not there; `make model` makes it")
     pytest.importorskip("vllm")
@@ -57,13 +67,14 @@ def scored():
         while teacher.pending():
             found.update((s.key, s) for s in teacher.collect())
         public = [found[key].rows for key in range(len(inputs))]
+        continued = [continuations(t, inputs[0][:40]) for t in (teacher, reference)]
     finally:
         teacher.close()
-    return inputs, active, public, expected
+    return inputs, active, public, expected, continued
 
 
 def test_top_k_sets_agree_with_transformers(scored):
-    _, active, _, expected = scored
+    _, active, _, expected, _ = scored
     shared = total = 0
     for rows, (ids, _) in zip(active, expected, strict=True):
         for ours, theirs in zip(rows.topk_ids, ids[:, 1:], strict=True):
@@ -75,7 +86,7 @@ def test_top_k_sets_agree_with_transformers(scored):
 
 
 def test_log_probabilities_agree_with_transformers(scored):
-    _, active, _, expected = scored
+    _, active, _, expected, _ = scored
     worst = 0.0
     for rows, (ids, logprobs) in zip(active, expected, strict=True):
         for position in range(len(ids)):
@@ -90,7 +101,7 @@ def test_log_probabilities_agree_with_transformers(scored):
 
 
 def test_target_is_the_real_next_token_everywhere_and_null_after_the_last(scored):
-    inputs, active, _, expected = scored
+    inputs, active, _, expected, _ = scored
     for ids, rows, (_, logprobs) in zip(inputs, active, expected, strict=True):
         assert len(rows.target_logprob) == len(ids)
         assert np.isnan(rows.target_logprob[-1])
@@ -98,7 +109,7 @@ def test_target_is_the_real_next_token_everywhere_and_null_after_the_last(scored
 
 
 def test_tail_probability_agrees_to_1e_5(scored):
-    _, active, _, expected = scored
+    _, active, _, expected, _ = scored
     worst = 0.0
     for rows, (_, logprobs) in zip(active, expected, strict=True):
         theirs = 1.0 - np.exp(logprobs[:, 1:].astype(np.float64)).sum(axis=1)
@@ -108,7 +119,7 @@ def test_tail_probability_agrees_to_1e_5(scored):
 
 
 def test_last_row_is_there_and_right(scored):
-    _, active, _, expected = scored
+    _, active, _, expected, _ = scored
     for rows, (ids, logprobs) in zip(active, expected, strict=True):
         top = 20  # the tail of a row may swap near-ties
         assert len(np.intersect1d(rows.topk_ids[-1], ids[-1, 1:])) >= 99
@@ -118,5 +129,18 @@ def test_last_row_is_there_and_right(scored):
 def test_fast_path_agrees_with_the_public_path(scored):
     from pipeline.canary import largest_drift
 
-    _, active, public, _ = scored
+    _, active, public, _, _ = scored
     assert max(largest_drift(a, b) for a, b in zip(active, public, strict=True)) <= 1e-3
+
+
+def test_continuations_stop_where_they_are_told_and_agree_with_transformers(scored):
+    for made in scored[-1]:
+        free, stopped = made["free"], made["stopped"]
+        assert (len(free.ids), free.finish_reason) == (8, "length")
+        end = free.ids.tolist().index(int(free.ids[3])) + 1
+        np.testing.assert_array_equal(stopped.ids, free.ids[:end])
+        assert stopped.finish_reason == "stop"
+        first, same, other = made["samples"]
+        np.testing.assert_array_equal(first.ids, same.ids)
+        assert first.ids.tolist() != other.ids.tolist()
+    np.testing.assert_array_equal(scored[-1][0]["free"].ids, scored[-1][1]["free"].ids)
