@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +16,10 @@ import pytest
 from pipeline.config import load_job, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.readers import read_documents
-from pipeline.plan import make_plan
-from tests.pipeline.conftest import ROOT, command, documents, environment, pipeline, write_jsonl
+from pipeline.plan import make_plan, recipe_digest
+from tests.pipeline.conftest import ROOT, command, documents, environment, make_tokenizer, pipeline, write_jsonl
+
+PINNED = "ee24fe0f71d88fda884f79ec9bf4532c35a41a3f27f36b3c30d3b3aaabb2c06a"
 
 # A child begins with the memory of whoever forks it as its peak, and pytest may be large: so a small parent forks the planner.
 MEASURED = """
@@ -57,12 +60,45 @@ def test_actors_and_machines_change_nothing(job_file, tmp_path):
         "recipe.windows.size=100",
         "recipe.filters.sample=0.5",
         "corpora.0.split=other",
+        "recipe.chat.rows=masked",
         "corpora.0.fields.id=",
     ],
 )
 def test_whatever_changes_rows_changes_every_shard(job_file, tmp_path, override):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(50))])
     ids = [{s.shard_id for s in plan_of(job, *o).shards} for o in ((), (override,))]
+    assert not ids[0] & ids[1]
+
+
+def recipe_job(**parts):
+    """A job file's tree that names no path of this machine."""
+    corpus = {"source": "web", "files": ["in.jsonl"], "fields": {"messages": "chat"}}
+    return parse_job({"cache": "c", "teacher": {"model": "m"}, "corpora": [corpus], **parts})
+
+
+def test_the_digest_of_a_recipe_survives_versions_that_add_options():
+    """Pinned: another value here means that every cache of every job is made again; see RECIPE_VERSION."""
+    job = recipe_job(recipe={"eos": False, "filters": {"min_chars": 10}})
+    assert recipe_digest(job, job.corpora[0], "{{ messages }}") == PINNED
+
+
+def test_defaults_that_are_written_out_change_nothing_and_templates_do():
+    job, explicit = recipe_job(), recipe_job(recipe={"eos": True, "windows": {"policy": "window", "size": 2047}})
+    assert recipe_digest(job, job.corpora[0], "a") == recipe_digest(explicit, explicit.corpora[0], "a")
+    assert recipe_digest(job, job.corpora[0], "a") != recipe_digest(job, job.corpora[0], "b")
+
+
+def test_another_template_of_the_tokenizer_makes_other_shards_of_conversations(job_file, tmp_path):
+    """The template is no part of the tokenizer's identity: hubs change it in place."""
+    template = (Path(__file__).parent / "templates" / "smollm2.jinja").read_text()
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"m": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    )
+    ids = []
+    for name, text in (("one", template), ("two", template.replace("<|im_end|>", " <|im_end|>"))):
+        model = make_tokenizer(tmp_path / name, template=text)
+        job = job_file(tmp_path / "cache", [path], teacher={"model": str(model)}, corpus={"fields": {"messages": "m"}})
+        ids.append({s.shard_id for s in plan_of(job).shards})
     assert not ids[0] & ids[1]
 
 
