@@ -20,7 +20,7 @@ from pipeline.config import CorpusConfig, JobConfig, canonical_json
 from pipeline.corpus.documents import Dropped, extract
 from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
 from pipeline.corpus.inputs import InputFile, expand, fingerprint_all, open_binary
-from pipeline.corpus.readers import file_format, parquet_shape, read_documents, unit_of
+from pipeline.corpus.readers import OPEN_END, ZSTD_WINDOW, file_format, parquet_shape, read_documents, unit_of
 from pipeline.corpus.readers import wanted_columns as parquet_columns
 from teachercache import Plan, PlanShard
 from teachercache.document import utc_now
@@ -28,7 +28,12 @@ from teachercache.errors import UsageError
 
 RECIPE_VERSION = 1  # raise when the code makes other rows from the same recipe: every shard then gets another id
 SAMPLE_BYTES = 32 << 10
+SAMPLE_READ_AHEAD = 256 << 10
+USUAL_TOKENS_PER_BYTE = 0.25  # where a sample holds nothing that can be used
+CUT_COMPRESSED_ABOVE = 16 << 20
+MOST_CUTS_OF_COMPRESSED = 64  # then decompressing up to a range costs about 2 % of the teacher's time over it
 LARGE_WHOLE_FILE = 256 << 20
+MISSING_FIELD = "missing_field"  # as documents.py drops it
 ENOUGH_TO_JUDGE = 8  # documents of a sample that, all unfit for the job, mean that the job file is wrong
 
 
@@ -41,6 +46,7 @@ class Density:
     rows: int = 0
     units: int = 0  # bytes or rows that were looked at
     drops: Counter[str] = field(default_factory=Counter)
+    fields: set[str] = field(default_factory=set)  # names that documents without a wanted field do have
 
 
 @dataclass(slots=True)
@@ -108,15 +114,15 @@ def _inflation(url: str, compression: str, size: int) -> float:
     """Bytes of text per byte of file, from the beginning of the file."""
     if compression == "none" or not size:
         return 1.0
-    with open_binary(url) as handle:
-        head = handle.read(1 << 18)
+    with open_binary(url, SAMPLE_READ_AHEAD) as handle:
+        head = handle.read(SAMPLE_READ_AHEAD)
     try:
         if compression == "gzip":
             plain = len(zlib.decompressobj(31).decompress(head))
         else:
             import zstandard
 
-            plain = len(zstandard.ZstdDecompressor().decompressobj().decompress(head))
+            plain = len(zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj().decompress(head))
     except Exception:  # a damaged file is the shard's business, which names it; here 4 is a fair guess
         return 4.0
     return max(1.0, plain / len(head))
@@ -131,34 +137,38 @@ def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encode
     limit = min(rows, 64) if unit == "rows" else SAMPLE_BYTES
     last = 0
     try:
-        for raw in read_documents(file.url, corpus, 0, limit, unit, filters.invalid_utf8):
+        for raw in read_documents(file.url, corpus, 0, limit, unit, filters.invalid_utf8, SAMPLE_READ_AHEAD):
             if unit == "file" and raw.ordinal > limit:
                 break
-            last = raw.ordinal
+            last = raw.end
             try:
                 documents.append(extract(raw, corpus, filters, file.digest))
             except Dropped as drop:
                 density.drops[drop.reason] += 1
+                if drop.reason == MISSING_FIELD:
+                    density.fields.update(raw.value or {})
     except Exception as error:  # damaged input is reported by its shard, with the file and the last good document
         density.drops[f"unreadable ({type(error).__name__})"] += 1
+    whole = [len(document.text) for document in documents]
     for document in documents:
         document.text = document.text[: 4 * SAMPLE_BYTES]
     longest = 0
-    for document, tokens in zip(documents, encoder.tokens(documents), strict=True):
+    for document, tokens, chars in zip(documents, encoder.tokens(documents), whole, strict=True):
         if isinstance(tokens, Dropped):
             density.drops[tokens.reason] += 1
             continue
         density.documents += 1
-        longest = max(longest, len(document.text.encode()))
+        longest = max(longest, round(len(document.text.encode()) * (chars / max(len(document.text), 1))))
         if job.recipe.mode == "generate":  # what the teacher will write is not known; it is counted at its longest
             count = min(len(tokens.ids) + int(tokens.bos) + job.recipe.generate.max_tokens, job.window_size)
             density.tokens += count
             density.rows += job.recipe.generate.max_tokens if job.recipe.chat.rows == "masked" else count
             continue
         try:
+            scale = chars / len(document.text) if document.text else 1.0
             for window in encoder.windows(document, tokens):
-                density.tokens += len(window.input_ids)
-                density.rows += len(window.row_pos)
+                density.tokens += round(len(window.input_ids) * scale)
+                density.rows += round(len(window.row_pos) * scale)
         except Dropped as drop:
             density.drops[drop.reason] += 1
     if unit == "rows":
@@ -166,7 +176,7 @@ def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encode
     elif corpus.text_unit == "file" and file_format(file.url, corpus)[0] == "text":
         density.units = max(longest, 1)
     else:
-        density.units = max(last, min(limit, max(file.size, 1))) if unit == "bytes" else max(last, longest, 1)
+        density.units = max(last, longest, 1)
     return density
 
 
@@ -175,13 +185,28 @@ def _check_sample(file: InputFile, corpus: CorpusConfig, density: Density, whole
     lost = Counter({k: n for k, n in density.drops.items() if k != "sampled_out"})
     if density.documents or not lost:
         return []
-    if lost.keys() == {ENDS_WITH_ASSISTANT} and (whole or lost.total() >= ENOUGH_TO_JUDGE):
+    enough = whole or lost.total() >= ENOUGH_TO_JUDGE
+    if lost.keys() == {MISSING_FIELD} and enough:
+        named = corpus.fields.model_dump(exclude_none=True) or {"text": corpus.fields.text_column}
+        missing = {key: name for key, name in named.items() if name not in density.fields}
+        raise UsageError(
+            f"{file.url}: all {lost.total()} documents of a sample lack a field that source {corpus.source!r} names: "
+            f"expected {missing or named}, found {sorted(density.fields)}; correct `fields`"
+        )
+    if lost.keys() == {ENDS_WITH_ASSISTANT} and enough:
         raise UsageError(
             f"{file.url}: recipe.mode generate answers the last turn of a conversation, but all {lost.total()} of a "
             f"sample of source {corpus.source!r} end with the assistant's answer; leave that turn out, or score it as "
             "it stands with recipe.mode=score"
         )
     return [f"{file.url}: nothing of the sample can be used: {', '.join(f'{k} {n}' for k, n in lost.items())}"]
+
+
+def _may_cut_compressed(file: InputFile, corpus: CorpusConfig) -> bool:
+    """Whether a file that has no seek points is worth cutting: lines, large, and not only its beginning is wanted."""
+    kind, compression = file_format(file.url, corpus)
+    lines = kind == "jsonl" or (kind == "text" and corpus.text_unit == "line")
+    return compression != "none" and lines and corpus.limit_documents is None and file.size > CUT_COMPRESSED_ABOVE
 
 
 def _shards_of(
@@ -217,17 +242,22 @@ def _shards_of(
     )
     if kind == "text" and corpus.text_unit == "file":
         estimate.documents = float(density.documents)
-    if unit == "file":
+    if job.run.shard_bytes is not None:
+        size = job.run.shard_bytes / bytes_per_unit
+    else:
+        size = job.run.shard_tokens / (per_unit or USUAL_TOKENS_PER_BYTE * bytes_per_unit)
+    if unit == "file" and _may_cut_compressed(file, corpus):
+        unit, total = "bytes", max(1, round(text_units))
+        ranges = list(cut(total, max(1, int(size), total // MOST_CUTS_OF_COMPRESSED)))
+        last_start, total = ranges[-1][0], max(total, 1)
+        ranges[-1] = (last_start, OPEN_END)
+    elif unit == "file":
         ranges = [(0, total)] if total else []
         if total > LARGE_WHOLE_FILE and compression != "none":
             warnings.append(
                 f"{file.url}: {total / 2**20:.0f} MiB without seek points is one shard; split it to share it"
             )
     else:
-        if job.run.shard_bytes is not None:
-            size = job.run.shard_bytes / bytes_per_unit
-        else:
-            size = job.run.shard_tokens / per_unit if per_unit else float(max(total, 1))
         ranges = list(cut(total, max(1, int(size))))
     shards = [
         PlanShard(
@@ -238,7 +268,7 @@ def _shards_of(
             start=start,
             stop=stop,
             unit=unit,
-            estimated_tokens=round(estimate.tokens * (stop - start) / total),
+            estimated_tokens=round(estimate.tokens * (min(stop, total) - start) / total),
         )
         for start, stop in ranges
     ]

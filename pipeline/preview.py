@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,8 +18,12 @@ MOST_TOKENS = 400
 
 
 def show_documents(console: Console, prepared: Prepared, count: int) -> None:
-    """Prints the first `count` usable documents; learned tokens green, others dim, window borders marked."""
-    shown = 0
+    """Prints the first `count` usable documents; learned tokens green, others dim, window borders marked.
+
+    Where there are no colours, «guillemets» stand around what is learned.
+    """
+    shown, plain = 0, console.color_system is None
+    console.print(f"what a student learns is {'between « and »' if plain else 'green'}", style="green")
     job, encoder = prepared.job, prepared.encoder
     for shard in prepared.planned.plan.shards:
         corpus = job.corpora[int(shard.detail.get("corpus", 0))]
@@ -49,9 +54,12 @@ def show_documents(console: Console, prepared: Prepared, count: int) -> None:
             for window in windows:
                 learned = {int(r) + 1 for r, m in zip(window.row_pos, window.loss_mask, strict=True) if m}
                 line = Text(f"[window {window.window} from token {window.start}] ", style="cyan")
-                for place, token in enumerate(window.input_ids[:MOST_TOKENS].tolist()):
-                    piece = encoder.backend.decode([token], skip_special_tokens=False)
-                    line.append(piece, style="green" if place in learned else "dim")
+                ids = window.input_ids[:MOST_TOKENS].tolist()
+                for is_learned, run in groupby(enumerate(ids), key=lambda item: item[0] in learned):
+                    # token by token: a run that begins inside a character would otherwise lose it
+                    piece = "".join(encoder.backend.decode([token], skip_special_tokens=False) for _, token in run)
+                    piece = f"«{piece}»" if plain and is_learned else piece
+                    line.append(piece, style="green" if is_learned else "dim")
                 if len(window.input_ids) > MOST_TOKENS:
                     line.append(f" … {len(window.input_ids) - MOST_TOKENS} more", style="cyan")
                 console.print(line)

@@ -25,6 +25,7 @@ def human(number: float, unit: str = "") -> str:
 
 def duration(seconds: float) -> str:
     """90 → 1 min 30 s."""
+    seconds = round(seconds)
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -33,7 +33,8 @@ def load(model: type[M], path: str | Path | None, overrides: Iterable[str] = (),
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+            said = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+            raise UsageError(f"{path} is not valid YAML: {said}") from error
         if not isinstance(tree, dict):
             expected = ", ".join(list(model.model_fields)[:3])
             raise UsageError(f"{path} holds a {type(tree).__name__}; expected keys such as {expected}")

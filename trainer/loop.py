@@ -63,6 +63,8 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         print(f"{config.output} is finished: step {saved['step']}; nothing to do", file=sys.stderr)
         return json.loads(run.get_text("summary.json"))
     cache.files(split=config.split)  # an unknown split is refused here, with the names that there are
+    if config.eval.every_steps:
+        cache.files(split=config.eval.split)  # not after the first hundreds of steps
     _pin_threads(config)
     run.sweep()
     return _Fit(config, cache, run, source, saved, device, dtype, attention_kind).run()

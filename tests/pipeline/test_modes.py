@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,7 @@ def test_plan_shows_documents_with_their_masks(job_file, tmp_path):
     result = pipeline("plan", job, "--show", "2", "--rate", "1000")
     assert result.returncode == 0, result.stderr
     assert "document 0 says" in result.stdout
+    assert re.search(r"token 0\] d«ocument 0 says.*»$", result.stdout, re.M)  # nothing precedes the first token
     assert "GPU-hours" in result.stdout
     assert not (tmp_path / "cache").exists()
 

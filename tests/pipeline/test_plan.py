@@ -16,7 +16,9 @@ import pytest
 from pipeline.config import load_job, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.readers import read_documents
+from pipeline.job import prepare
 from pipeline.plan import make_plan, recipe_digest
+from teachercache.errors import UsageError
 from tests.pipeline.conftest import ROOT, command, documents, environment, make_tokenizer, pipeline, write_jsonl
 
 PINNED = "ee24fe0f71d88fda884f79ec9bf4532c35a41a3f27f36b3c30d3b3aaabb2c06a"
@@ -100,6 +102,13 @@ def test_another_template_of_the_tokenizer_makes_other_shards_of_conversations(j
         job = job_file(tmp_path / "cache", [path], teacher={"model": str(model)}, corpus={"fields": {"messages": "m"}})
         ids.append({s.shard_id for s in plan_of(job).shards})
     assert not ids[0] & ids[1]
+
+
+def test_a_field_that_no_document_has_is_refused_with_the_fields_that_there_are(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(12))
+    job = job_file(tmp_path / "cache", [path], corpus={"fields": {"text": "body", "id": "id"}})
+    with pytest.raises(UsageError, match=r"expected \{'text': 'body'\}, found \['id', .*'text'\]; correct `fields`"):
+        prepare(load_job(job))
 
 
 def test_equal_files_are_cached_once(job_file, tmp_path):

@@ -139,6 +139,7 @@ def test_a_student_with_too_small_a_head_is_refused(
         (["student=/nowhere"], "there is no folder /nowhere"),
         (["cache=/nowhere"], "/nowhere"),
         (["split=validation"], "validation"),
+        (["eval.split=held-out", "eval.every_steps=200"], "no records of split 'held-out'"),
         (["manifest=7"], "no manifest 7"),
         (["train.device=cuda"], "no CUDA device"),
         (["train.attention=flex"], "needs a CUDA device"),
