@@ -239,7 +239,11 @@ class RunConfig(_Strict):
         default=2_000_000, ge=1, description="estimated tokens of a shard: one to three GPU-minutes"
     )
     shard_bytes: int | None = Field(default=None, ge=1, description="bytes of a shard instead (small machines)")
-    shard_timeout_s: float = Field(default=3600, gt=0)
+    shard_timeout_s: float = Field(
+        default=3600,
+        gt=0,
+        description="a shard without a result is taken from its teacher; for each `shard_tokens` in it",
+    )
     actor_start_timeout_s: float = Field(default=1800, gt=0)
     max_retries: int = Field(default=3, ge=0, description="failures of a shard after which it is quarantined")
     publish: bool = True

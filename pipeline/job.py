@@ -15,6 +15,7 @@ import teachercache
 from pipeline.config import JobConfig
 from pipeline.corpus.encode import Encoder
 from pipeline.driver import Driver, Leases, Outcome, Tally
+from pipeline.earlier import Earlier, read_earlier
 from pipeline.identity import build_spec, resolve_model
 from pipeline.plan import Planned, make_plan
 from pipeline.pool import InlinePool, Pool, PoolState
@@ -42,18 +43,19 @@ class Result:
     plan_digest: str
 
 
-def check_cache(job: JobConfig, spec: CacheSpec) -> set[str]:
-    """Refuses wrong credentials and a cache of another teacher before anything is planned; returns what is committed.
+def check_cache(job: JobConfig, spec: CacheSpec) -> Earlier:
+    """Refuses wrong credentials and a cache of another teacher before anything is planned; returns what it holds.
 
     Writes nothing.
     """
     try:
         existing = read_spec(job.cache)
     except NotACache:
-        return set()
+        return Earlier()
     if existing != spec:
         raise SpecMismatch(job.cache, spec.differences(existing))
-    return CacheWriter(Store.open(job.cache), spec).committed() if job.recipe.filters.dedup == "corpus" else set()
+    store = Store.open(job.cache)
+    return read_earlier(store, CacheWriter(store, spec).committed())
 
 
 def read_spec(url: str) -> CacheSpec:
@@ -84,9 +86,9 @@ def prepare(job: JobConfig) -> Prepared:
     job = absolute(job)
     model = resolve_model(job.teacher)
     spec = build_spec(job, model)
-    committed = check_cache(job, spec)
+    earlier = check_cache(job, spec)
     encoder = Encoder(job, model, spec.tokenizer)
-    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, committed))
+    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, earlier))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,6 +22,7 @@ from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
 from pipeline.corpus.inputs import InputFile, expand, fingerprint_all, open_binary
 from pipeline.corpus.readers import OPEN_END, ZSTD_WINDOW, file_format, parquet_shape, read_documents, unit_of
 from pipeline.corpus.readers import wanted_columns as parquet_columns
+from pipeline.earlier import Cut, Earlier
 from teachercache import Plan, PlanShard
 from teachercache.document import utc_now
 from teachercache.errors import UsageError
@@ -210,9 +211,9 @@ def _may_cut_compressed(file: InputFile, corpus: CorpusConfig) -> bool:
 
 
 def _shards_of(
-    file: InputFile, corpus: CorpusConfig, job: JobConfig, encoder: Encoder, digest: str
+    file: InputFile, corpus: CorpusConfig, job: JobConfig, encoder: Encoder, digest: str, given: list[Cut] | None
 ) -> tuple[list[PlanShard], SourceEstimate, list[str]]:
-    """Shards of one input file, its estimate, and warnings."""
+    """Shards of one input file, its estimate, and warnings.  `given`: the cut that an earlier job began to work by."""
     unit, warnings = unit_of(file.url, corpus), []
     kind, compression = file_format(file.url, corpus)
     total, parquet_rows, bytes_per_unit = file.size, 0, 1.0
@@ -224,7 +225,7 @@ def _shards_of(
         missing = [c for c in parquet_columns(corpus) if c not in columns]
         if missing:
             raise UsageError(f"{file.url}: expected columns {missing}, found {columns}; check `fields` and `meta`")
-        bytes_per_unit = plain / max(parquet_rows, 1)
+        bytes_per_unit = max(1.0, plain / max(parquet_rows, 1))
         parquet_rows = min(parquet_rows, corpus.limit_documents or parquet_rows)
         total = parquet_rows
     density = sample_density(file, corpus, job, encoder, parquet_rows)
@@ -249,8 +250,7 @@ def _shards_of(
     if unit == "file" and _may_cut_compressed(file, corpus):
         unit, total = "bytes", max(1, round(text_units))
         ranges = list(cut(total, max(1, int(size), total // MOST_CUTS_OF_COMPRESSED)))
-        last_start, total = ranges[-1][0], max(total, 1)
-        ranges[-1] = (last_start, OPEN_END)
+        ranges[-1] = (ranges[-1][0], OPEN_END)
     elif unit == "file":
         ranges = [(0, total)] if total else []
         if total > LARGE_WHOLE_FILE and compression != "none":
@@ -259,6 +259,8 @@ def _shards_of(
             )
     else:
         ranges = list(cut(total, max(1, int(size))))
+    cuts = given or [(unit, start, stop) for start, stop in ranges]
+    extent = max(1, round(text_units) if cuts and cuts[-1][2] == OPEN_END else total)
     shards = [
         PlanShard(
             shard_id=shard_id(file.digest, start, stop, unit, digest),
@@ -268,21 +270,23 @@ def _shards_of(
             start=start,
             stop=stop,
             unit=unit,
-            estimated_tokens=round(estimate.tokens * (min(stop, total) - start) / total),
+            estimated_tokens=round(estimate.tokens * max(0, min(stop, extent) - start) / extent),
         )
-        for start, stop in ranges
+        for unit, start, stop in cuts
     ]
     estimate.shards = len(shards)
     return shards, estimate, warnings
 
 
 def make_plan(
-    job: JobConfig, encoder: Encoder, spec_digest: str, committed: Set[str] = frozenset(), threads: int = 8
+    job: JobConfig, encoder: Encoder, spec_digest: str, earlier: Earlier | None = None, threads: int = 8
 ) -> Planned:
     """Plans a whole job.  Cost: one head (or local hash) and a sample of 32 KiB of every file.
 
-    `committed` matters for corpus-wide de-duplication alone: what is cached keeps its copy.
+    `earlier`: what the cache holds; inputs that have committed shards keep their cut, and, in corpus-wide
+    de-duplication, their copy of a document.  Raises UsageError where they stand there under another recipe.
     """
+    earlier = earlier or Earlier()
     shards: list[PlanShard] = []
     estimates: list[SourceEstimate] = []
     warnings: list[str] = []
@@ -298,10 +302,14 @@ def make_plan(
             if not file.size:
                 warnings.append(f"{file.url} is empty")
                 continue
+            earlier.use(file.url, file.digest, corpus, digest)
             files.append(file)
         total = SourceEstimate(corpus.source)
         with ThreadPoolExecutor(max_workers=threads) as pool:
-            made = pool.map(lambda file, c=corpus, d=digest: _shards_of(file, c, job, encoder, d), files)
+            made = pool.map(
+                lambda file, c=corpus, d=digest: _shards_of(file, c, job, encoder, d, earlier.cut_of(file.digest, d)),
+                files,
+            )
             for part, estimate, notes in made:
                 shards += [s.model_copy(update={"detail": {"corpus": index}}) for s in part]
                 warnings += notes
@@ -314,7 +322,7 @@ def make_plan(
     if job.recipe.filters.dedup == "corpus":
         from pipeline.dedup import mark_duplicates
 
-        shards = mark_duplicates(job, shards, committed)
+        shards = mark_duplicates(job, shards, earlier.committed)
     stored = {
         "corpora": [c.model_dump(mode="json") for c in job.corpora],
         "recipes": [recipe_of(job, c, encoder.chat_template)["recipe"] for c in job.corpora],

@@ -332,9 +332,9 @@ class RayPool:
         for member in list(self._members):
             if member.ready_at is None:
                 continue
-            late = [t for t, began in member.tasks.values() if now - began > self._job.run.shard_timeout_s]
+            late = [t for t, began in member.tasks.values() if now - began > self._patience_s(t)]
             if late:
-                limit = self._job.run.shard_timeout_s
+                limit = max(map(self._patience_s, late))
                 events += [
                     Failed(
                         f.task, "timeout" if f.task in late else "died", f"no result after {limit:.0f} s", f.suspects
@@ -344,6 +344,11 @@ class RayPool:
                     for f in self._bury(member, "the teacher was ended because a shard took too long")
                 ]
         return events
+
+    def _patience_s(self, task: ShardTask) -> float:
+        """The watchdog's limit: that of the job file, longer for a shard that could not be cut to size."""
+        run = self._job.run
+        return run.shard_timeout_s * max(1.0, task.shard.estimated_tokens / run.shard_tokens)
 
     def _account(self) -> None:
         now = time.monotonic()

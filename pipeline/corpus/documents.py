@@ -111,6 +111,16 @@ def _ids_value(value: Any, name: str) -> np.ndarray:
     return array.astype(np.int32)
 
 
+def _mask_value(value: Any, ids: np.ndarray) -> np.ndarray:
+    try:
+        mask = np.asarray(value)
+    except ValueError:  # lists of unequal lengths
+        raise Dropped("wrong_type", "loss_mask") from None
+    if mask.shape != ids.shape or mask.dtype.kind not in "biu":
+        raise Dropped("wrong_type", "loss_mask needs one boolean per token")
+    return mask.astype(bool)
+
+
 def fraction_of(content_hash: bytes, salt: str) -> float:
     """A number in [0, 1) that depends on the content and the salt alone."""
     return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=salt.encode()[:64]).digest(), "big") / 2**64
@@ -156,11 +166,7 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
         ids = _ids_value(value.get(str(fields.input_ids)), str(fields.input_ids))
         hashed = ids.tobytes()
         if fields.loss_mask is not None:
-            given = value.get(fields.loss_mask)
-            mask = None if given is None else np.asarray(given)
-            if mask is None or mask.shape != ids.shape:
-                raise Dropped("wrong_type", "loss_mask needs one value per token")
-            mask = mask.astype(bool)
+            mask = _mask_value(value.get(fields.loss_mask), ids)
     content_hash = hashlib.blake2b(hashed, digest_size=16).digest()
     share = filters.sample if corpus.sample is None else corpus.sample
     if share < 1.0 and fraction_of(content_hash, f"sample{filters.sample_seed}") >= share:

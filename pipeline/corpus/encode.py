@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,8 @@ class Encoder:
         self.bos_id, self.eos_id, self.vocab_size = spec.bos_id, spec.eos_id, spec.vocab_size
         added = self.backend.get_added_tokens_decoder()
         self.special_tokens = [t.content for t in added.values() if t.special and t.content]
+        names = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
+        self._special_text = re.compile("|".join(names)) if names else None
         self.add_bos = self._decide_bos(Path(model_path))
         if job.recipe.eos and self.eos_id is None:
             raise UsageError(
@@ -181,11 +184,12 @@ class Encoder:
             messages = [{"role": "system", "content": chat.system}, *messages]
         if self.job.recipe.mode == "generate":
             return self._chat_prompt(messages, document.tools)
+        self._refuse_markup(messages, document.tools)
         if chat.mask == "assistant":
             text, parts = assistant_spans(messages, self.render, self.special_tokens, document.tools)
         else:
             text, parts = self.render(messages, tools=document.tools), []
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = self._encode_rendered(text)
         ids = np.asarray(encoding.ids, dtype=np.int32)
         if not ids.size:
             raise Dropped("empty")
@@ -199,12 +203,27 @@ class Encoder:
         bos = self._leading_bos(ids)
         return Tokens(ids[bos:], learn[bos:], bos > 0 or self.job.recipe.bos == "always")
 
+    def _refuse_markup(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+        """Special tokens that a message writes would become real ones; only `special_text: as_tokens` allows it."""
+        if self.job.recipe.special_text == "as_tokens" or self._special_text is None:
+            return
+        found = self._special_text.search(json.dumps([messages, tools], ensure_ascii=False, default=str))
+        if found:
+            raise Dropped("special_text", f"a message holds {found[0]!r}; recipe.special_text=as_tokens allows that")
+
+    def _encode_rendered(self, text: str) -> Any:
+        try:
+            return self.backend.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:  # half a surrogate pair, in a part of a message or a tool
+            raise Dropped("invalid_utf8", "the rendered conversation") from error
+
     def _chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Tokens:
         """A conversation up to where the assistant's answer begins; nothing of it is learned."""
+        self._refuse_markup(messages, tools)
         if messages[-1]["role"] == "assistant":
             raise Dropped(ENDS_WITH_ASSISTANT, "there is no turn left to answer")
         text = self.render(messages, tools=tools, add_generation_prompt=True)
-        ids = np.asarray(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        ids = np.asarray(self._encode_rendered(text).ids, dtype=np.int32)
         if not ids.size:
             raise Dropped("empty")
         bos = self._leading_bos(ids)

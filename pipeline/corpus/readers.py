@@ -1,7 +1,8 @@
 """Raw documents of a range of an input file, one at a time, memory bounded by the largest document allowed.
 
 A range of a line file owns the lines that *start* inside it, so any cut of a file into ranges gives each line once,
-without an index.  Compressed files have no seek points and are read as one range.  Parquet ranges are rows.
+without an index.  Ranges of a compressed file are ranges of its text: there are no seek points, so what precedes a
+range is decompressed (0.3 GB/s) and thrown away.  Parquet ranges are rows.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 from pipeline.config import CorpusConfig
-from pipeline.corpus.inputs import open_binary
+from pipeline.corpus.inputs import READ_AHEAD, open_binary
 from teachercache.errors import TeacherCacheError, UsageError
 
 MAX_DOCUMENT_BYTES = 64 << 20
+OPEN_END = 1 << 62  # end of the last range of a compressed file, whose length nobody knows
+PARQUET_BUFFER = 8 << 20  # bytes of a column chunk held at a time
+ZSTD_WINDOW = 1 << 31  # dumps packed with `zstd --long=31` need it; allocated only where a frame asks for it
 
 Unit = Literal["bytes", "rows", "file"]
 
@@ -44,6 +48,7 @@ class RawDocument:
     ordinal: int
     value: dict[str, Any] | None
     problem: str | None = None
+    end: int = 0  # of a line: the offset behind it
 
 
 def file_format(url: str, corpus: CorpusConfig) -> tuple[str, str]:
@@ -140,23 +145,34 @@ class _Frames(io.RawIOBase):
             return zlib.decompressobj(31)
         import zstandard
 
-        return zstandard.ZstdDecompressor().decompressobj()
+        return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
 
 
 @contextlib.contextmanager
-def _decompressed(url: str, compression: str) -> Iterator[IO[bytes]]:
-    with open_binary(url) as raw:
-        if compression == "none":
-            yield raw
-        else:
-            yield io.BufferedReader(_Frames(raw, compression), 1 << 16)
+def _decompressed(url: str, compression: str, read_ahead: int) -> Iterator[IO[bytes]]:
+    with open_binary(url, read_ahead) as raw:
+        # also where nothing is packed: fsspec's remote files have no readline with a limit, and a slow one without
+        source: Any = raw if compression == "none" else _Frames(raw, compression)
+        yield io.BufferedReader(source, 1 << 16)
 
 
-def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """(offset, line without its end) of lines that start in [start, stop); None for a line beyond the limit."""
+def _skip(handle: IO[bytes], count: int) -> None:
+    """Moves a fresh handle `count` bytes on; decompresses them where it cannot jump."""
+    if handle.seekable():
+        handle.seek(count)
+        return
+    while count > 0:
+        data = handle.read(min(count, 1 << 20))
+        if not data:
+            return
+        count -= len(data)
+
+
+def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, end, line without its end mark) of lines that start in [start, stop); None for a line beyond the limit."""
     position = start
     if start > 0:
-        handle.seek(start - 1)
+        _skip(handle, start - 1)
         position = start - 1
         while True:  # the line that holds byte start-1 belongs to the range before
             rest = handle.readline(MAX_DOCUMENT_BYTES)
@@ -172,9 +188,9 @@ def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[in
             while line and not line.endswith(b"\n"):
                 line = handle.readline(MAX_DOCUMENT_BYTES)
                 position += len(line)
-            yield offset, None
+            yield offset, position, None
         else:
-            yield offset, line.rstrip(b"\r\n")
+            yield offset, position, line.rstrip(b"\r\n")
 
 
 def _decode(data: bytes, policy: str) -> str | None:
@@ -204,7 +220,13 @@ def _parse_line(offset: int, line: bytes | None, kind: str, text_column: str, ut
 
 
 def read_documents(
-    url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, utf8: str = "drop"
+    url: str,
+    corpus: CorpusConfig,
+    start: int,
+    stop: int,
+    unit: str,
+    utf8: str = "drop",
+    read_ahead: int = READ_AHEAD,
 ) -> Iterator[RawDocument]:
     """Documents of one range.  Raises InputDamaged when the file ends early or cannot be decoded any further."""
     kind, compression = file_format(url, corpus)
@@ -214,14 +236,15 @@ def read_documents(
     last_good: int | None = None
     count = 0
     try:
-        with _decompressed(url, compression) as handle:
+        with _decompressed(url, compression, read_ahead) as handle:
             if kind == "text" and corpus.text_unit == "file":
                 data = handle.read(MAX_DOCUMENT_BYTES + 1)
                 yield _whole_file(data, corpus, utf8)
                 return
-            for offset, line in _lines(handle, start, stop if unit == "bytes" else None):
+            for offset, end, line in _lines(handle, start, stop if unit == "bytes" else None):
                 document = _parse_line(offset, line, kind, corpus.fields.text_column, utf8)
                 if document is not None:
+                    document.end = end
                     yield document
                     last_good, count = offset, count + 1
     except Exception as error:
@@ -251,8 +274,9 @@ def wanted_columns(corpus: CorpusConfig) -> list[str]:
 def _read_parquet(url: str, corpus: CorpusConfig, start: int, stop: int) -> Iterator[RawDocument]:
     import pyarrow.parquet as pq
 
-    with open_binary(url) as handle:
-        file = pq.ParquetFile(handle)
+    with open_binary(url, read_ahead=0) as handle:
+        # a row group may hold a million rows: its pages are streamed, and nothing behind the range is read
+        file = pq.ParquetFile(handle, buffer_size=PARQUET_BUFFER, pre_buffer=False)
         present = set(file.schema_arrow.names)
         columns = [name for name in wanted_columns(corpus) if name in present]
         first = 0
@@ -266,6 +290,8 @@ def _read_parquet(url: str, corpus: CorpusConfig, start: int, stop: int) -> Iter
                         for index, value in enumerate(batch.slice(low, high - low).to_pylist()):
                             yield RawDocument(row + low + index, value)
                     row += batch.num_rows
+                    if row >= stop:
+                        return
             first += rows
 
 
@@ -273,7 +299,7 @@ def parquet_shape(url: str) -> tuple[int, int, list[str]]:
     """(rows, uncompressed bytes, column names) from the footer alone."""
     import pyarrow.parquet as pq
 
-    with open_binary(url) as handle:
+    with open_binary(url, read_ahead=0) as handle:
         file = pq.ParquetFile(handle)
         meta = file.metadata
         total = sum(meta.row_group(g).total_byte_size for g in range(meta.num_row_groups))

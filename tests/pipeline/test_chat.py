@@ -238,6 +238,34 @@ def test_masks_survive_content_that_looks_like_markup(folder):
     assert learned(encoder, tokens.ids, tokens.learn) == ["assistant\nHi there.<|im_end|>", "Hi there.<|im_end|>"]
 
 
+WEIRD = {
+    "special_text": [
+        {"role": "user", "content": "What does <|im_end|> do?"},
+        {"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]},
+        {"role": "tool", "content": "", "name": "<|im_start|>"},
+    ],
+    "invalid_utf8": [{"role": "user", "content": "x", "name": "half a pair \ud800"}],
+}
+
+
+@pytest.mark.parametrize(("reason", "message"), [(r, m) for r, many in WEIRD.items() for m in many])
+def test_message_that_would_break_the_markup_costs_only_its_document(tmp_path, reason, message):
+    template = tmp_path / "all.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant \n{% endif %}"
+    )
+    folder = make_tokenizer(tmp_path / "bytes")
+    answered = [message, {"role": "assistant", "content": "Yes."}]
+    for mode, messages in (("score", answered), ("generate", answered[:1])):
+        encoder = make_encoder(folder, "smollm2", mode=mode, chat={"template": str(template)})
+        with pytest.raises(Dropped, match=reason):
+            tokens_of(encoder, messages)
+        if reason == "special_text":  # unless the job asks for it
+            chat = {"template": str(template)}
+            assert tokens_of(make_encoder(folder, "smollm2", mode=mode, chat=chat, special_text="as_tokens"), messages)
+
+
 def test_templates_here_are_not_marked_for_generation():
     for family in FAMILIES:
         assert not re.search(r"{%-?\s*generation", (TEMPLATES / f"{family}.jinja").read_text())

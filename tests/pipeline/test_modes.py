@@ -175,6 +175,16 @@ def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
     assert drops == {"id_out_of_range": 1, "empty": 1, "wrong_type": 1}
 
 
+def test_masks_that_do_not_fit_their_ids_cost_only_their_documents(job_file, tmp_path):
+    masks = {"a": [True, False, True], "b": [[1], [1, 2], [3]], "c": "yes", "d": [True], "e": [0, 1, 1], "f": None}
+    rows = [{"id": name, "ids": [1, 2, 3], "mask": mask} for name, mask in masks.items()]
+    corpus = {"fields": {"input_ids": "ids", "id": "id", "loss_mask": "mask"}}
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", rows)], corpus=corpus)
+    result = run_job(load_job(job))
+    assert {r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records()} == {"a", "e"}
+    assert result.manifest.drops == {"wrong_type": 4}
+
+
 def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
     """What comes out of the cache is what the teacher gave, for every window of every document."""
     from pipeline.teachers.noop import expected_columns

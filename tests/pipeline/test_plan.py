@@ -16,7 +16,7 @@ import pytest
 from pipeline.config import load_job, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.readers import read_documents
-from pipeline.job import prepare
+from pipeline.job import prepare, run_job
 from pipeline.plan import make_plan, recipe_digest
 from teachercache.errors import UsageError
 from tests.pipeline.conftest import ROOT, command, documents, environment, make_tokenizer, pipeline, write_jsonl
@@ -206,3 +206,26 @@ def test_a_million_short_documents_are_planned_in_a_minute_and_a_gibibyte(job_fi
     assert "estimated_tokens" in report["sources"][0]
     assert 0.9e6 <= report["sources"][0]["estimated_documents"] <= 1.1e6
     assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_begun_keeps_its_cut_whatever_the_job_file_says_now(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(60))
+    job = job_file(tmp_path / "cache", [path])
+    assert run_job(load_job(job)).manifest is not None
+    again = run_job(load_job(job, ["run.shard_bytes=500"]))
+    assert (again.outcome.tally.committed, again.outcome.reason) == (0, "done")
+    assert again.manifest is not None
+
+
+def test_a_second_recipe_for_an_input_of_one_source_is_refused_before_anything_is_spent(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(20))
+    job = job_file(tmp_path / "cache", [path])
+    run_job(load_job(job))
+    before = sorted((tmp_path / "cache").rglob("*"))
+    with pytest.raises(UsageError, match="under another recipe"):
+        run_job(load_job(job, ["recipe.windows.size=64"]))
+    assert sorted((tmp_path / "cache").rglob("*")) == before
+    # in a source or a split of its own it is wanted twice
+    assert run_job(load_job(job, ["recipe.windows.size=64", "corpora.0.source=short"])).manifest is not None
+    held = load_job(job, ["corpora.0.split=validation", "run.allow_repeated_content=true"])
+    assert run_job(held).manifest is not None
