@@ -87,8 +87,9 @@ class Cache:
         """Entries of the manifest, sorted by path; UsageError names what there is where nothing matches."""
         found = [f for f in self.manifest.files if split in (None, f.split) and source in (None, f.source)]
         if not found and (split is not None or source is not None):
+            asked = " and ".join(f"{k} {v!r}" for k, v in (("split", split), ("source", source)) if v is not None)
             raise UsageError(
-                f"{self.url} has no records of split {split!r}, source {source!r}; its splits: {', '.join(self.splits) or 'none'}"
+                f"{self.url} has no records of {asked}; its splits: {', '.join(self.splits) or 'none'}"
                 f", its sources: {', '.join(self.sources) or 'none'}."
             )
         return found

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.deploy.crd_schemas import SCHEMAS
+from tests.deploy.crd_schemas import RULES, SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -42,8 +42,12 @@ def problems(item: Object) -> Iterator[str]:
     if schema is None:
         yield from (f"{where}: {message}" for message in core_problems(item))
         return
-    for error in jsonschema.Draft202012Validator(schema).iter_errors(item):
+    broken = list(jsonschema.Draft202012Validator(schema).iter_errors(item))
+    for error in broken:
         yield f"{where}: {'.'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+    if not broken:  # rules read fields that the schema requires
+        rules = RULES.get((item["apiVersion"], item["kind"]), [])
+        yield from (f"{where}: expected: {asked}" for asked, obeys in rules if not obeys(item["spec"]))
     for path, template in pod_templates(item):
         wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
         yield from (f"{where}: {path}: {message}" for message in core_problems(wrapped))
@@ -76,16 +80,28 @@ def pod_templates(value: Any, path: str = "") -> Iterator[tuple[str, Object]]:
 
 
 def full_crd_problems(item: Object) -> Iterator[str]:
-    """Against the operator's own CRD files, where KUBERAY_CRDS names their folder."""
-    folder = os.environ.get("KUBERAY_CRDS")
-    if not folder or not item["apiVersion"].startswith("ray.io/"):
+    """Against the operator's own CRD files, where there are any (see crd_folder)."""
+    folder = crd_folder()
+    if folder is None or not item["apiVersion"].startswith("ray.io/"):
         return
-    crd = yaml.safe_load((Path(folder) / f"ray.io_{item['kind'].lower()}s.yaml").read_text())
-    version = next(v for v in crd["spec"]["versions"] if v["name"] == item["apiVersion"].split("/")[1])
-    schema = close(version["schema"]["openAPIV3Schema"])
+    schema = close(full_crd(folder, item["kind"], item["apiVersion"].split("/")[1]))
     schema["properties"]["metadata"] = {"type": "object"}
     for error in jsonschema.Draft202012Validator(schema).iter_errors(item):
         yield f"full CRD: {'.'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+
+
+def crd_folder() -> Path | None:
+    """KUBERAY_CRDS, or what scripts/fetch_kuberay_crds.py has put into build/tools; None where neither is there."""
+    named = os.environ.get("KUBERAY_CRDS")
+    folder = Path(named) if named else ROOT / "build/tools/kuberay-crds"
+    return folder if named or folder.exists() else None
+
+
+def full_crd(folder: Path, kind: str, version: str) -> dict[str, Any]:
+    """The OpenAPI schema of one version of a CRD in a folder of such files."""
+    crd = yaml.safe_load((folder / f"ray.io_{kind.lower()}s.yaml").read_text())
+    (found,) = (v for v in crd["spec"]["versions"] if v["name"] == version)
+    return dict(found["schema"]["openAPIV3Schema"])
 
 
 def close(schema: Any) -> Any:
