@@ -13,6 +13,7 @@ PUT of checkpoints.json is the switch.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -70,6 +71,9 @@ class CheckpointFolder:
 
     def _patiently(self, action: Callable[[], Any], what: str) -> Any:
         return patiently(action, patience_s=self._patience_s, what=f"{what} {self.url}") if not self.local else action()
+
+    def exists(self, name: str) -> bool:
+        return bool(self._patiently(lambda: self.fs.exists(f"{self.root}/{name}"), "looking at"))
 
     def index(self) -> CheckpointIndex:
         """What counts; empty when there is nothing yet. Raises TeacherCacheError when the file is damaged."""
@@ -137,13 +141,7 @@ class CheckpointFolder:
 
         Raises TeacherCacheError, naming the file, when one is missing or has another size.
         """
-        if self.local:
-            target = self.local / entry.folder
-        else:
-            target = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-            for name in entry.files:
-                source = f"{self.root}/{entry.folder}/{name}"
-                self._patiently(partial(self.fs.get_file, source, str(target / name)), "reading")
+        target = self.local / entry.folder if self.local else self._download(entry.folder, list(entry.files))
         for name, size in entry.files.items():
             path = target / name
             found = path.stat().st_size if path.is_file() else None
@@ -153,6 +151,25 @@ class CheckpointFolder:
                     f"{'none' if found is None else found}: remove this checkpoint from {INDEX} to use an older one"
                 )
         return target
+
+    def fetch_model(self, folder: str = "") -> Path:
+        """A local folder with the files of a model folder of this output, or of the URL itself; no sizes are known."""
+        if self.local:
+            return self.local / folder
+        found = self._patiently(lambda: self.fs.ls(f"{self.root}/{folder}".rstrip("/"), detail=True), "listing")
+        return self._download(folder, [entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"])
+
+    def _download(self, folder: str, names: list[str]) -> Path:
+        target = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+        _downloads.add(target)
+        for name in names:
+            source = "/".join(part for part in (self.root, folder, name) if part)
+            self._patiently(partial(self.fs.get_file, source, str(target / name)), "reading")
+        return target
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Replace a file of the run by a local one."""
+        self._patiently(lambda: self.fs.put_file(str(path), f"{self.root}/{name}"), "writing")
 
     def put_text(self, name: str, text: str) -> None:
         """Replace a small file of the run (its logs, on an object store)."""
@@ -219,17 +236,45 @@ class _Staging:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+_downloads: set[Path] = set()
+"""Local copies of remote folders that this process made."""
+
+
+def discard(folder: Path) -> None:
+    """Remove a local copy of a remote folder once it was read; anything else is left alone."""
+    if folder in _downloads:
+        _downloads.remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@atexit.register
+def _discard_all() -> None:
+    for folder in list(_downloads):
+        discard(folder)
+
+
 def resolve_model_folder(url: str) -> Path:
-    """The local model folder that a configuration means: a Hugging Face folder, or the newest checkpoint of a run."""
-    if not _remote(url) and (Path(url) / "config.json").is_file():
-        return Path(url)
-    if not _remote(url) and not Path(url).is_dir():
-        raise UsageError(f"there is no folder {url}; expected a Hugging Face model folder or an output of this trainer")
+    """The local model folder that a configuration means: a Hugging Face folder, or what a run trained.
+
+    Of a finished run that is `final`, of any other its newest checkpoint. Remote folders are downloaded; `discard`
+    removes the copy. Raises UsageError when there is neither.
+    """
     run = CheckpointFolder(url)
-    latest = run.index().latest
-    if latest is None:
+    if run.local and not run.local.is_dir():
+        raise UsageError(f"there is no folder {url}; expected a Hugging Face model folder or an output of this trainer")
+    if run.exists("config.json"):
+        return run.fetch_model()
+    index = run.index()
+    if index.latest is None:
         raise UsageError(f"{url} holds neither config.json nor {INDEX}: it is no model folder and no trainer output")
-    return run.fetch(latest)
+    if index.finished:
+        return run.fetch_model("final")
+    if "adapter_model.safetensors" in index.latest.files:
+        raise UsageError(
+            f"{url} is a LoRA run that has not finished, so its checkpoints hold adapters alone: finish it (the same "
+            "command continues), and its merged model is in `final`"
+        )
+    return run.fetch(index.latest)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

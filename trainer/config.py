@@ -38,7 +38,8 @@ class DataConfig(Section):
     top_k: int | None = Field(None, ge=1)
     """Use only the first K' of the cached entries; the rest moves into the tail."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """Mix sources by weight: for each sampled document, how likely its source is kept relative to the largest weight."""
+    """Mix sources by weight: for each sampled document, how likely its source is kept relative to the largest weight;
+    sources that are not named are left out. A share of 0.25 beside 1.0 reads a quarter of that source in each epoch."""
     length_curriculum: list[tuple[float, int]] = Field(default_factory=list)
     """[(progress, seq_len), ...]: from this share of the run on, pack to this length (at most seq_len)."""
     prefetch: int = Field(4, ge=0)
@@ -50,6 +51,8 @@ class DataConfig(Section):
             raise ValueError(
                 f"data.batch_tokens is {self.batch_tokens}; expected a multiple of data.seq_len = {self.seq_len}"
             )
+        if self.weights and (min(self.weights.values()) < 0 or max(self.weights.values()) <= 0):
+            raise ValueError(f"data.weights needs numbers of 0 or more, one of them above 0; found {self.weights}")
         shares = [share for share, _ in self.length_curriculum]
         if shares != sorted(shares) or any(not 0 <= share < 1 for share in shares):
             raise ValueError(f"data.length_curriculum needs rising shares in [0, 1), found {shares}")
@@ -151,12 +154,14 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(200, ge=1)
     keep_last: int = Field(2, ge=1)
     keep_best: bool = True
-    """Also keep the checkpoint with the lowest held-out KL (needs eval.every_steps)."""
+    """Also keep the checkpoint with the lowest held-out KL: of those at a step that was evaluated too, so make one of
+    `eval.every_steps` and `checkpoint.every_steps` a multiple of the other."""
 
 
 class EvalConfig(Section):
     split: str = "heldout"
     every_steps: int | None = Field(None, ge=1)
+    """Evaluate after so many steps, and at the end; null never does."""
     max_rows: int | None = Field(None, ge=1)
     """Stop after so many rows; the same rows every time."""
     chunk_size: int = Field(512, ge=1)
@@ -177,7 +182,7 @@ class TrainerConfig(Section):
     manifest: int | None = None
     """Pin one manifest by number; default: the newest at the first start, the same one when resumed."""
     student: str
-    """A Hugging Face folder, or an output folder of this trainer (its newest checkpoint)."""
+    """A Hugging Face folder or an output folder of this trainer (`final`, or its newest checkpoint), local or s3://…"""
     output: str | None = None
     """Where checkpoints and logs go: a folder or s3://…; required by fit."""
     teacher: str | None = None

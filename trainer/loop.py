@@ -62,12 +62,12 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
     if index.finished and saved and _same_end(saved, config):
         print(f"{config.output} is finished: step {saved['step']}; nothing to do", file=sys.stderr)
         return json.loads(run.get_text("summary.json"))
-    cache.files(split=config.split)  # an unknown split is refused here, with the names that there are
-    if config.eval.every_steps:
-        cache.files(split=config.eval.split)  # not after the first hundreds of steps
+    _check_names(config, cache)
     _pin_threads(config)
     run.sweep()
-    return _Fit(config, cache, run, source, saved, device, dtype, attention_kind).run()
+    started = _Fit(config, cache, run, source, saved, device, dtype, attention_kind)
+    checkpoint.discard(source)  # everything of it is loaded; of a large student it is tens of GB
+    return started.run()
 
 
 class _Fit:
@@ -91,6 +91,8 @@ class _Fit:
         self.rows: int = saved["rows"] if saved else 0
         self.tokens: int = saved["tokens"] if saved else 0
         self.mean_loss: float | None = saved["mean_loss"] if saved else None
+        self.evaluated: tuple[int, float] | None = None
+        """The last evaluation: step and held-out KL."""
         torch.manual_seed(config.seed)
         self.model = load_for_training(config, source, saved is not None, device, dtype)
         self.optimizer = build_optimizer(self.model, config.optim)
@@ -183,14 +185,17 @@ class _Fit:
                     remaining_s=meter.remaining(progress),
                 )
             if stop.is_set():
-                self._save(log, None)
+                self._save(log)
                 raise Stopped(
                     f"told to stop: saved step {self.step_number} in {self.folder.url}; the same command continues"
                 )
-            kl = self._evaluate(log, screen) if _due(config.eval.every_steps, self.step_number) else None
+            if _due(config.eval.every_steps, self.step_number):
+                self._evaluate(log, screen)
             if _due(config.checkpoint.every_steps, self.step_number):
-                self._save(log, kl)
-        self._save(log, None)
+                self._save(log)
+        if config.eval.every_steps and self._heldout_kl_here() is None:
+            self._evaluate(log, screen)
+        self._save(log)
         self.folder.finish(self._write_final)
         log.sync()
 
@@ -233,7 +238,14 @@ class _Fit:
         self.tokens += result.tokens
         self.mean_loss = result.loss if self.mean_loss is None else 0.95 * self.mean_loss + 0.05 * result.loss
 
-    def _evaluate(self, log: MetricsLog, screen: Screen) -> float:
+    def _heldout_kl_here(self) -> float | None:
+        """What this step's evaluation found, in this process or in the one that saved its checkpoint."""
+        if self.evaluated and self.evaluated[0] == self.step_number:
+            return self.evaluated[1]
+        saved = [entry.heldout_kl for entry in self.folder.index().checkpoints if entry.step == self.step_number]
+        return saved[0] if saved else None
+
+    def _evaluate(self, log: MetricsLog, screen: Screen) -> None:
         config = self.config
         result = evaluate(
             self.model,
@@ -250,14 +262,14 @@ class _Fit:
             f"step {self.step_number}: held-out KL {result['heldout_kl']:.4f} nats, top-1 agreement "
             f"{result['top1_agreement']:.1%}, perplexity {result['perplexity']:.2f} ({result['rows']} rows)"
         )
-        return result["heldout_kl"]
+        self.evaluated = (self.step_number, result["heldout_kl"])
 
-    def _save(self, log: MetricsLog, heldout_kl: float | None) -> None:
+    def _save(self, log: MetricsLog) -> None:
         log.sync()
         self.folder.save(
             self.step_number,
             self._write_checkpoint,
-            heldout_kl=heldout_kl,
+            heldout_kl=self._heldout_kl_here(),
             keep_last=self.config.checkpoint.keep_last,
             keep_best=self.config.checkpoint.keep_best,
         )
@@ -302,13 +314,18 @@ class _Fit:
             torch.cuda.set_rng_state(state["cuda_rng"])
 
     def _summary(self) -> dict[str, Any]:
-        latest = self.folder.index().latest
+        index = self.folder.index()
+        latest, best = index.latest, index.best
+        measured: dict[str, Any] = {"heldout_kl": latest.heldout_kl if latest else None} if best else {}
+        if best and self.config.checkpoint.keep_best:
+            measured["best"] = f"step {best.step}: {best.heldout_kl:.4f} nats, {self.folder.url}/{best.folder}"
         return {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "steps": self.step_number,
             "rows": self.rows,
             "tokens": self.tokens,
             "loss_mean": self.mean_loss,
+            **measured,
             "checkpoint": f"{self.folder.url}/{latest.folder}" if latest else None,
             "model": f"{self.folder.url}/final",
             "data": vars(PackedCache.counts_of(self.data_state)),
@@ -427,6 +444,22 @@ def load_teacher(config: TrainerConfig, device: torch.device, dtype: torch.dtype
     return model.eval().requires_grad_(False)
 
 
+def _check_names(config: TrainerConfig, cache: Any) -> None:
+    """Refuse splits and sources that the cache lacks, before the first of some hundred steps."""
+    sources = {entry.source for entry in cache.files(split=config.split)}
+    if config.eval.every_steps:
+        cache.files(split=config.eval.split)
+    unknown = sorted(config.data.weights.keys() - sources)
+    if unknown:
+        raise UsageError(
+            f"data.weights names {', '.join(unknown)}, but split {config.split} of {cache.url} has the sources "
+            f"{', '.join(sorted(sources))}"
+        )
+    left_out = sorted(sources - config.data.weights.keys()) if config.data.weights else []
+    if left_out:
+        print(f"note: data.weights leaves out the sources {', '.join(left_out)}", file=sys.stderr)
+
+
 def _check_resumable(saved: dict[str, Any], config: TrainerConfig, cache: Any) -> None:
     """Refuse to continue a run as something else, naming what differs."""
     if saved["spec_digest"] != cache.spec.digest:
@@ -444,6 +477,16 @@ def _check_resumable(saved: dict[str, Any], config: TrainerConfig, cache: Any) -
         if then[section] != now[section]:
             raise UsageError(
                 f"cannot resume {config.output}: it was started with {section} = {then[section]}, found {now[section]}"
+            )
+    held = [{**section["optim"], "dtype": section["train"]["dtype"]} for section in (then, now)]
+    for options in held:  # the same numbers, kept in different places
+        options["state"] = "float32" if options["state"] == "offload" else options["state"]
+    for key in ("state", "master", "dtype"):
+        if held[0][key] != held[1][key]:
+            name = "train.dtype" if key == "dtype" else f"optim.{key}"
+            raise UsageError(
+                f"cannot resume {config.output}: its optimiser states were kept with {name} = {held[0][key]}, found "
+                f"{held[1][key]}"
             )
     for key in now["data"]:
         if key not in RESUME_DATA_MAY_DIFFER and then["data"][key] != now["data"][key]:

@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer.checkpoint import CheckpointFolder
 from trainer.config import TrainerConfig
 
 METRICS = "metrics.jsonl"
+WANDB_ID = "wandb_id"
 
 
 class MetricsLog:
@@ -44,7 +46,16 @@ class MetricsLog:
                 import wandb
             except ImportError as error:
                 raise UsageError("log.wandb=true needs the package wandb (pip install wandb)") from error
-            self._wandb = wandb.init(config=config.model_dump(), resume="allow", dir=str(self._workdir))
+            # The id lies with the run: the same command, resumed on another machine, continues the same page.
+            run_id = folder.get_text(WANDB_ID) or uuid.uuid4().hex[:12]
+            folder.put_text(WANDB_ID, run_id)
+            self._wandb = wandb.init(
+                id=run_id,
+                name=folder.url.rstrip("/").rsplit("/", 1)[-1],
+                config=config.model_dump(mode="json"),
+                resume="allow",
+                dir=str(self._workdir),
+            )
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Add one line {"kind": ..., "step": ..., **values} and the same numbers elsewhere."""
@@ -58,9 +69,14 @@ class MetricsLog:
             self._wandb.log(numbers, step=step)
 
     def sync(self) -> None:
-        """Copy the log to the run's folder if that is remote."""
-        if self._folder.local is None:
-            self._folder.put_text(METRICS, self._path.read_text(encoding="utf-8"))
+        """Copy the log, and TensorBoard's files, to the run's folder if that is remote."""
+        if self._folder.local is not None:
+            return
+        self._folder.put_text(METRICS, self._path.read_text(encoding="utf-8"))
+        if self._board:
+            self._board.flush()
+            for path in sorted((self._workdir / "tensorboard").iterdir()):
+                self._folder.put_file(f"tensorboard/{path.name}", path)
 
     def close(self) -> None:
         self._file.close()

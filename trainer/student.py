@@ -66,9 +66,9 @@ def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trus
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot load the model in {folder}: {' '.join(str(error).split())}") from error
-    model.config.use_cache = False
-    for name, value in vars(model.config).items():
-        if name.endswith("dropout") and isinstance(value, float) and value > 0:
+    settings = {**vars(model.config), **vars(model.config.get_text_config())}
+    for name, value in settings.items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
             raise UsageError(
                 f"the model in {folder} has {name}={value}; packed training needs 0: set it in config.json"
             )

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.trainer import runs
+from trainer.checkpoint import resolve_model_folder
 
 peft = pytest.importorskip("peft", reason="needs the package peft")
 
@@ -29,6 +30,8 @@ def test_a_lora_run_resumes_bitwise_and_its_final_model_is_plain(cache_url: str,
     runs.fit_here(whole)
     runs.fit_here(parts, "train.max_steps=5")
     runs.fit_here(parts)
+    # What a run trained is its merged model, as `eval student=RUN` and a next run's `student=RUN` take it.
+    assert resolve_model_folder(str(tmp_path / "parts")) == tmp_path / "parts" / "final"
     curves = [[entry["loss"] for entry in runs.metrics(tmp_path / name)] for name in ("whole", "parts")]
     assert curves[0] == curves[1]
     assert sum(curves[0][-5:]) < sum(curves[0][:5])

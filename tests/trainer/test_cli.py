@@ -144,6 +144,8 @@ def test_a_student_with_too_small_a_head_is_refused(
         (["train.device=cuda"], "no CUDA device"),
         (["train.attention=flex"], "needs a CUDA device"),
         (["output=null"], "fit needs output"),
+        (["data.weights={web: 1.0, defualt: 2.0}"], "data.weights names defualt, web"),
+        (["data.weights={default: 0.0}"], "one of them above 0"),
     ],
 )
 def test_misuse_is_one_line_with_exit_status_2_and_nothing_written(
@@ -156,6 +158,8 @@ def test_a_resumed_run_that_would_be_another_run_is_refused(run: Callable[..., D
     assert run("fit", config).returncode == 0
     assert "data.seq_len = 128, found 64" in refused(run, config, "data.seq_len=64")
     assert "seed = 0, found 1" in refused(run, config, "seed=1")
+    assert "optim.state = float32, found bfloat16" in refused(run, config, "optim.state=bfloat16")
+    assert "train.dtype = auto, found bfloat16" in refused(run, config, "train.dtype=bfloat16")
     done = run("fit", config)
     assert done.returncode == 0
     assert "finished" in done.stderr

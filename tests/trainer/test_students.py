@@ -1,0 +1,94 @@
+"""Students of other architectures go the whole way: cut, trained, evaluated, loaded by transformers, generating."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from teachercache.errors import UsageError
+from tests.trainer import runs, tiny
+from trainer.checkpoint import CheckpointFolder, resolve_model_folder
+from trainer.student import init_student
+
+# The head has 384 rows, the tokenizer 320 tokens: the rest is padding that no student may put mass on.
+SMALL: dict[str, Any] = {
+    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+ARCHITECTURES: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL)),
+    # Layers 0, 2, 4, 6 of eight: the one layer of full attention in six must stay what it was
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**{**SMALL, "num_hidden_layers": 8}, sliding_window=16)),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        **SMALL, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    )),
+    "granite": (GraniteForCausalLM, GraniteConfig(**SMALL, logits_scaling=4.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_student_is_cut_trained_evaluated_and_generates(name: str, cache_url: str, tmp_path: Path) -> None:
+    architecture, shape = ARCHITECTURES[name]
+    architecture(shape).save_pretrained(tmp_path / "teacher")
+    tiny.make_tokenizer(tmp_path / "teacher")
+    made = init_student(tmp_path / "teacher", tmp_path / "student", layers="every-2")
+    config = runs.write_config(
+        tmp_path / "train.yaml", cache=cache_url, student=made["student"], output=str(tmp_path / "run"),
+        data={"seq_len": 128}, optim={"lr": 1e-2, "warmup_steps": 2}, train={"max_steps": 12, "threads": 1},
+        eval={"every_steps": 5}, checkpoint={"every_steps": 5}, log={"tensorboard": False},
+    )  # fmt: skip
+    summary = runs.fit_here(config)
+    measured = {entry["step"]: entry["heldout_kl"] for entry in runs.metrics(tmp_path / "run", "eval")}
+    assert list(measured) == [5, 10, 12]  # the end is evaluated whether it is due or not
+    assert summary["heldout_kl"] == measured[12] < measured[5]
+    assert summary["best"].startswith(f"step {min(measured, key=measured.__getitem__)}: ")
+
+    final = tmp_path / "run" / "final"
+    model = AutoModelForCausalLM.from_pretrained(final)
+    assert json.loads((final / "config.json").read_text()).get("use_cache", True), "generation would be quadratic"
+    prompt = AutoTokenizer.from_pretrained(final)("the cat", return_tensors="pt").input_ids
+    assert model.generate(prompt, max_new_tokens=4, do_sample=False).shape == (1, prompt.shape[1] + 4)
+
+
+def test_a_student_on_s3_is_trained_and_a_run_there_is_evaluated(
+    cache_url: str, student: Path, tmp_path: Path, s3_url: str
+) -> None:
+    place = CheckpointFolder(f"{s3_url}/models/student")
+    for path in student.iterdir():
+        place.put_file(path.name, path)
+    config = runs.write_config(
+        tmp_path / "train.yaml", cache=cache_url, student=f"{s3_url}/models/student", output=f"{s3_url}/run",
+        data={"seq_len": 128}, train={"max_steps": 3, "threads": 1},
+    )  # fmt: skip
+    runs.fit_here(config)
+    folder = resolve_model_folder(f"{s3_url}/run")
+    assert not (folder / "optimizer.pt").exists()  # the final model, without the optimiser's gigabytes
+    assert (folder / "model.safetensors").read_bytes() == (
+        resolve_model_folder(f"{s3_url}/run/final") / "model.safetensors"
+    ).read_bytes()
+    run = CheckpointFolder(f"{s3_url}/run")
+    assert run.fs.ls(f"{run.root}/tensorboard")
+    with pytest.raises(UsageError, match=r"neither config\.json nor"):
+        resolve_model_folder(f"{s3_url}/models/nothing")
