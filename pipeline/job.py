@@ -20,7 +20,7 @@ from pipeline.identity import build_spec, resolve_model
 from pipeline.plan import Planned, make_plan
 from pipeline.pool import InlinePool, Pool, PoolState
 from teachercache import CacheSpec, CacheWriter, Manifest, Plan, Store
-from teachercache.errors import MissingObject, NotACache, SpecMismatch
+from teachercache.errors import MissingObject, NotACache, SpecMismatch, UsageError
 
 
 @dataclass(slots=True)
@@ -73,6 +73,11 @@ def absolute(job: JobConfig) -> JobConfig:
     """Local paths made absolute: actors may run in another folder than the driver."""
     changed: dict[str, Any] = {}
     if "://" not in job.cache:
+        if Path.cwd().name.startswith("_ray_pkg_") and not Path(job.cache).expanduser().is_absolute():
+            raise UsageError(
+                f"cache: found the relative path {job.cache} in a job that runs in Ray's copy of the folder it was submitted "
+                "from, which Ray removes; expected an object store's URL or an absolute path that every node sees"
+            )
         changed["cache"] = str(Path(job.cache).expanduser().absolute())
     template = job.recipe.chat.template
     if template is not None:

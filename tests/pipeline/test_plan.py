@@ -229,3 +229,15 @@ def test_a_second_recipe_for_an_input_of_one_source_is_refused_before_anything_i
     assert run_job(load_job(job, ["recipe.windows.size=64", "corpora.0.source=short"])).manifest is not None
     held = load_job(job, ["corpora.0.split=validation", "run.allow_repeated_content=true"])
     assert run_job(held).manifest is not None
+
+
+def test_a_relative_cache_in_rays_copy_of_a_folder_is_refused(job_file, tmp_path, monkeypatch):
+    """`ray job submit --working-dir .` runs in such a copy: the cache would go with it."""
+    job = load_job(
+        job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))]), ["cache=build/cache"]
+    )
+    copy = tmp_path / "_ray_pkg_0123456789abcdef"
+    copy.mkdir()
+    monkeypatch.chdir(copy)
+    with pytest.raises(UsageError, match="found the relative path build/cache"):
+        prepare(job)
