@@ -3,6 +3,7 @@
     python benchmarks/parity.py --teacher build/models/smollm2-135m --out benchmarks/results/parity [--steps 500]
     python benchmarks/parity.py --teacher … --out … --steps 40 --runs online,fused/bucket      # reduced, on a CPU
     python benchmarks/parity.py --tiny --out build/parity                                       # a smoke test
+    python benchmarks/parity.py --merge a/parity.json,b/parity.json --out FOLDER                # runs taken apart
 
 One teacher, one student cut from it (every second layer), one seed, one sequence of batches; what differs is the loss:
   online            live teacher, full vocabulary             online/bucket      live teacher, its top 100 and a bucket
@@ -60,7 +61,6 @@ ALL_RUNS = (
     + [f"fused/bucket/{variant}" for variant in ("K10", "K50", "compact", "bf16-split", "bf16-stochastic")]
     + ["online/seed1"]
 )
-CODECS = ("open", "compact")
 PIECE = 4000  # characters of library source in a document
 
 
@@ -128,7 +128,7 @@ def teacher_record(teacher: torch.nn.Module, ids: list[int], doc_id: str, split:
 
 
 def write_caches(
-    teacher: torch.nn.Module, corpus: Corpus, spec: CacheSpec, folder: Path
+    teacher: torch.nn.Module, corpus: Corpus, spec: CacheSpec, folder: Path, codecs: set[str]
 ) -> dict[str, teachercache.Cache]:
     """The same records in a cache of each codec."""
     records = [
@@ -137,7 +137,7 @@ def write_caches(
         for index, ids in enumerate(documents)
     ]
     caches = {}
-    for codec in CODECS:
+    for codec in sorted(codecs):
         writer = teachercache.create(folder / codec, spec, codec=codec)
         writer.commit("all", records)
         writer.publish(allow_partial=True, allow_repeated_content=True)
@@ -256,21 +256,65 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.hashsalt"] = "parity"  # the same figures give the same file
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
     for result in results:
         curve = np.array(result["curve"])
-        width = max(1, len(curve) // 50)
-        smooth = np.convolve(curve, np.ones(width) / width, mode="valid")
-        left.plot(np.arange(len(smooth)) + width - 1, smooth, label=result["run"], linewidth=1)
-    left.set(xlabel="step", ylabel="its own training loss, nats")
+        if len(curve):
+            width = max(1, len(curve) // 25)
+            smooth = np.convolve(curve, np.ones(width) / width, mode="valid")[:: max(1, width // 4)]
+            at = np.linspace(width - 1, len(curve) - 1, len(smooth))
+            left.plot(at, smooth, label=result["run"], linewidth=1)
+    left.set(xlabel="step", ylabel="its own training loss, nats", yscale="log")
     left.legend(fontsize=7)
     names = [result["run"] for result in results]
     right.barh(names, [result["heldout_kl_full_vocabulary"] for result in results])
     right.invert_yaxis()
     right.set(xlabel="held-out full-vocabulary KL against the live teacher, nats")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """parity.json and parity.svg, as far as the report has come."""
+    report["claims"] = verdict(report["results"])
+    text = json.dumps(report, indent=1)
+    # A curve in one line, five digits of each loss.
+    for result in report["results"]:
+        curve = [float(f"{loss:.5g}") for loss in result["curve"]]
+        text = text.replace(json.dumps(result["curve"], indent=1).replace("\n", "\n   "), json.dumps(curve))
+    (out / "parity.json").write_text(text + "\n", encoding="utf-8")
+    if all(math.isfinite(result["heldout_kl_full_vocabulary"]) for result in report["results"]):
+        plot(report["results"], out / "parity.svg")
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The figures as a Markdown table."""
+    live = next((result["heldout_kl_full_vocabulary"] for result in results if result["run"] == "online"), math.nan)
+    lines = [
+        "| run | held-out KL, full vocabulary | over online | KL of K+1 outcomes | top-1 | perplexity | ECE | step | memory |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        kl, step, memory = result["heldout_kl_full_vocabulary"], result["step_ms"], result["peak_gib"]
+        lines.append(
+            f"| {result['run']} | {kl:.4f} | {kl / live - 1:+.1%} | {result['heldout_kl']:.4f} | "
+            f"{result['top1_agreement']:.1%} | {result['perplexity']:.2f} | {result['ece']:.4f} | "
+            f"{f'{step:.0f} ms' if step else '—'} | {f'{memory:.1f} GiB' if memory else '—'} |"
+        )
+    return "\n".join(lines)
+
+
+def merge(paths: list[Path], out: Path) -> None:
+    """Runs of one setting that were taken by several commands, as one report."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    for other in reports[1:]:
+        if other["before"]["heldout_kl"] != reports[0]["before"]["heldout_kl"]:
+            raise SystemExit("the reports began with different students or documents: they cannot be compared")
+    report = reports[0] | {"results": [result for one in reports for result in one["results"]]}
+    write(report, out)
+    print(table(report["results"]))
 
 
 def tiny_teacher(out: Path) -> Path:
@@ -298,9 +342,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--merge", help="comma-separated parity.json files: write them as one report, run nothing")
     parser.add_argument("--tiny", action="store_true", help="a smoke test with a random teacher")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.merge:
+        merge([Path(path) for path in arguments.merge.split(",")], arguments.out)
+        return
     scratch = arguments.out / "models"
     if arguments.tiny:
         teacher_folder, arguments.seq_len, arguments.lr = tiny_teacher(scratch / "teacher"), 128, 1e-2
@@ -320,10 +368,13 @@ def main() -> None:
     vocab_size = teacher.config.vocab_size
     started = time.monotonic()
     spec = cache_spec(teacher_folder, teacher.config, min(100, vocab_size // 4))
-    caches = write_caches(teacher, corpus, spec, scratch / "cache")
+    runs = {name: Run.parse(name, arguments.seed) for name in arguments.runs.split(",")}
+    # Held-out rows come from the open codec whatever a student trains on.
+    codecs = {"open"} | {run.codec for run in runs.values()}
+    caches = write_caches(teacher, corpus, spec, scratch / "cache", codecs)
     rows = caches["open"].manifest.rows
     heldout = read_sequences(caches["open"], "heldout", arguments.seq_len, 0, 0)
-    print(f"{rows:,} teacher rows in two caches, {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{rows:,} teacher rows in {len(caches)} caches, {time.monotonic() - started:.0f} s", flush=True)
     train_sequences: dict[tuple[str, int], list[PackedSequence]] = {}
     report: dict[str, Any] = {
         "machine": machine(device),
@@ -337,8 +388,7 @@ def main() -> None:
     report["before"] = before
     print(f"before: full-vocabulary KL {before['heldout_kl_full_vocabulary']:.4f}", flush=True)
     del untrained
-    for name in arguments.runs.split(","):
-        run = Run.parse(name, arguments.seed)
+    for name, run in runs.items():
         key = (run.codec, run.seed)
         if key not in train_sequences:
             train_sequences[key] = read_sequences(
@@ -348,8 +398,7 @@ def main() -> None:
         assert len(orders) == 1, "the codecs' caches gave different batches"
         result = train(name, run, student_folder, train_sequences[key], heldout, teacher, arguments, vocab_size)
         report["results"].append(result)
-        report["claims"] = verdict(report["results"])
-        (arguments.out / "parity.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write(report, arguments.out)
         memory = f", {result['peak_gib']:.1f} GiB" if result["peak_gib"] is not None else ""
         print(
             f"{name:>28}: held-out KL full {result['heldout_kl_full_vocabulary']:.4f}, K+1 {result['heldout_kl']:.4f}, "
@@ -359,8 +408,7 @@ def main() -> None:
         )
     for claim, value in report["claims"].items():
         print(f"{claim}: {value:.5g}")
-    if all(math.isfinite(result["heldout_kl_full_vocabulary"]) for result in report["results"]):
-        plot(report["results"], arguments.out / "parity.png")
+    print(table(report["results"]))
 
 
 if __name__ == "__main__":

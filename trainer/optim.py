@@ -336,7 +336,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     if not grads:
         raise ValueError("no parameter has a gradient: is anything trained?")
     # The same device and order every time, so the sum is reproducible.
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32))
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
