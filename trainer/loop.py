@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,12 @@ class _Fit:
             f"{start}: {parameters / 1e6:.1f} M parameters on {self.device}, manifest {self.cache.manifest.number} of "
             f"{self.cache.url}, {self.total_tokens:,} tokens in split {config.split}, attention {self.attention_kind}"
         )
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and positions < config.data.seq_len:
+            screen.say(
+                f"note: the student knows {positions:,} positions (max_position_embeddings); documents of up to "
+                f"data.seq_len = {config.data.seq_len:,} tokens go beyond them"
+            )
         if not self.cache.manifest.complete:
             screen.say("note: this manifest is of an incomplete cache; the job that writes it has not finished")
         prefetcher = Prefetcher(
@@ -152,9 +158,7 @@ class _Fit:
             prefetcher.close()
             screen.close()
             log.close()
-        summary = self._summary()
-        self.folder.put_text("summary.json", json.dumps(summary, indent=1))
-        return summary
+        return self._summary()
 
     def _loop(self, prefetcher: Prefetcher, log: MetricsLog, screen: Screen, stop: threading.Event) -> None:
         config = self.config
@@ -184,20 +188,21 @@ class _Fit:
                     meter.line(result, values),
                     remaining_s=meter.remaining(progress),
                 )
-            if stop.is_set():
+            if _due(config.eval.every_steps, self.step_number):
+                self._evaluate(log, screen, stop)
+            if _due(config.checkpoint.every_steps, self.step_number) or stop.is_set():
                 self._save(log)
+            if stop.is_set():
                 raise Stopped(
                     f"told to stop: saved step {self.step_number} in {self.folder.url}; the same command continues"
                 )
-            if _due(config.eval.every_steps, self.step_number):
-                self._evaluate(log, screen)
-            if _due(config.checkpoint.every_steps, self.step_number):
-                self._save(log)
         if config.eval.every_steps and self._heldout_kl_here() is None:
-            self._evaluate(log, screen)
+            self._evaluate(log, screen, stop)
         self._save(log)
-        self.folder.finish(self._write_final)
         log.sync()
+        # Before the run counts as finished: the same command then prints it.
+        self.folder.put_text("summary.json", json.dumps(self._summary(), indent=1))
+        self.folder.finish(self._write_final)
 
     def _next_batch(self, prefetcher: Prefetcher) -> list[PackedSequence]:
         """The micro-batches of one step; fewer at the end of the data, none after it."""
@@ -245,18 +250,22 @@ class _Fit:
         saved = [entry.heldout_kl for entry in self.folder.index().checkpoints if entry.step == self.step_number]
         return saved[0] if saved else None
 
-    def _evaluate(self, log: MetricsLog, screen: Screen) -> None:
+    def _evaluate(self, log: MetricsLog, screen: Screen, stop: threading.Event) -> None:
+        """Measure on the held-out split, unless told to stop meanwhile: a run has half a minute to save itself then."""
         config = self.config
+        sequences = heldout_sequences(
+            self.cache, config.eval.split, config.data.seq_len, config.eval.max_rows, pad=self.device.type == "cuda"
+        )
         result = evaluate(
             self.model,
-            heldout_sequences(
-                self.cache, config.eval.split, config.data.seq_len, config.eval.max_rows, pad=self.device.type == "cuda"
-            ),
+            _until(stop, sequences),
             vocab_size=self.vocab_size,
             attention_kind=self.attention_kind,
             autocast_to=config.train.autocast,
             chunk_size=config.eval.chunk_size,
         )
+        if stop.is_set():
+            return
         log.write("eval", self.step_number, result)
         screen.say(
             f"step {self.step_number}: held-out KL {result['heldout_kl']:.4f} nats, top-1 agreement "
@@ -410,7 +419,7 @@ def load_for_training(
     apply_liger(model, wanted, device)
     if config.lora:
         model = adapters.add(model, config.lora, saved=folder if resumed else None)
-    layers = student.decoder(model).layers
+    _name, layers = student.layer_stack(model)
     if config.train.mlp_tile:
         activation.tile_mlps(layers, config.train.mlp_tile)
     policy: str = config.train.checkpointing
@@ -512,6 +521,14 @@ def _pin_threads(config: TrainerConfig) -> None:
 
 def _due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
+
+
+def _until(stop: threading.Event, sequences: Iterable[PackedSequence]) -> Iterator[PackedSequence]:
+    """The sequences, up to the first after which `stop` is set."""
+    for sequence in sequences:
+        yield sequence
+        if stop.is_set():
+            return
 
 
 @contextmanager

@@ -66,12 +66,14 @@ def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trus
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot load the model in {folder}: {' '.join(str(error).split())}") from error
-    settings = {**vars(model.config), **vars(model.config.get_text_config())}
-    for name, value in settings.items():
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
-            raise UsageError(
-                f"the model in {folder} has {name}={value}; packed training needs 0: set it in config.json"
-            )
+    for name, module in decoder(model).named_modules():
+        rates = {"p": module.p} if isinstance(module, torch.nn.Dropout) else vars(module)
+        for key, value in rates.items():
+            if (key == "p" or key.endswith(("dropout", "pdrop"))) and isinstance(value, float) and value > 0:
+                raise UsageError(
+                    f"the model in {folder} has a dropout of {value} in {name}; packed training needs 0: set every dropout "
+                    "in config.json to 0"
+                )
     return model.to(device)
 
 
@@ -81,9 +83,31 @@ def check_folder(folder: Path) -> None:
 
 
 def decoder(model: Model) -> Model:
-    """The part of a causal LM that returns last hidden states."""
+    """The part of a causal LM that returns last hidden states: of one that also sees images, its text part."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps
-    return base.base_model
+    return getattr(base.base_model, "language_model", base.base_model)
+
+
+def layer_stack(model: Model) -> tuple[str, Any]:
+    """The decoder's list of layers, and the attribute under which it holds it.
+
+    Raises UsageError for a model that keeps its layers elsewhere.
+    """
+    for name in ("layers", "h"):  # the second is GPT-2's
+        found = getattr(decoder(model), name, None)
+        if isinstance(found, torch.nn.ModuleList):
+            return name, found
+    raise UsageError(f"{type(model).__name__} keeps its layers in an unknown place: it can be neither trained nor cut")
+
+
+def freeze_what_text_does_not_use(model: Model) -> None:
+    """Train the decoder and the head alone: a vision tower gets no gradient, but it would get weight decay."""
+    used = {
+        id(parameter) for part in (decoder(model), model.get_output_embeddings()) for parameter in part.parameters()
+    }
+    for parameter in model.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
 
 
 def head(model: Model) -> Head:
@@ -188,20 +212,19 @@ def init_student(
     config = AutoConfig.from_pretrained(teacher, trust_remote_code=trust_remote_code)
     kept = choose_layers(layers, config.get_text_config().num_hidden_layers)
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto", trust_remote_code=trust_remote_code)
-    stack = decoder(model)
-    if not isinstance(getattr(stack, "layers", None), torch.nn.ModuleList):
-        raise UsageError(f"{type(model).__name__} keeps its layers in an unknown place: init-student cannot cut it")
-    stack.layers = torch.nn.ModuleList(stack.layers[index] for index in kept)
+    name, stack = layer_stack(model)
+    cut: Any = torch.nn.ModuleList(stack[index] for index in kept)
+    setattr(decoder(model), name, cut)
     text = model.config.get_text_config()
     text.num_hidden_layers = len(kept)
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[index] for index in kept]
-    for new_index, layer in enumerate(stack.layers):
+    for new_index, layer in enumerate(cut):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = new_index
     if mlp is not None:
-        _cut_mlps(stack.layers, text, mlp)
+        _cut_mlps(cut, text, mlp)
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     write_files(tokenizer_files(teacher), out)

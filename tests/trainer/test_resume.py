@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer import runs
-from trainer import checkpoint
+from trainer import checkpoint, loop
 from trainer.checkpoint import CheckpointFolder
+from trainer.evaluate import heldout_sequences
 
 EPOCHS = 3
 STEPS_PER_EPOCH = 10  # of 128 tokens; about
@@ -96,6 +98,50 @@ def test_sigterm_saves_at_once_and_the_same_command_continues(
     assert done.returncode == 0, done.stderr
     assert f"resuming after step {latest.step}" in done.stderr
     assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_a_stop_during_an_evaluation_saves_without_finishing_it(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a minute is what a terminated machine has: the evaluation is broken off, and no number is made of half of it."""
+    config = runs.write_config(
+        tmp_path / "train.yaml", **{**settings, "data": {**settings["data"], "seq_len": 64}},
+        output=str(tmp_path / "run"), eval={"every_steps": 3},
+    )  # fmt: skip
+    seen = 0
+
+    def heldout(*arguments: Any, **options: Any) -> Iterator[Any]:
+        nonlocal seen
+        for sequence in heldout_sequences(*arguments, **options):
+            seen += 1
+            if seen == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield sequence
+
+    monkeypatch.setattr(loop, "heldout_sequences", heldout)
+    with pytest.raises(loop.Stopped, match="saved step 3"):
+        runs.fit_here(config)
+    assert seen == 1
+    latest = CheckpointFolder(str(tmp_path / "run")).index().latest
+    assert latest is not None
+    assert (latest.step, latest.heldout_kl) == (3, None)
+    assert runs.metrics(tmp_path / "run", "eval") == []
+
+
+def test_a_crash_right_after_the_end_leaves_a_run_that_says_it_is_finished(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
+    real = CheckpointFolder.finish
+
+    def finish(*arguments: Any) -> None:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CheckpointFolder, "finish", finish)
+    with pytest.raises(KeyboardInterrupt):
+        runs.fit_here(config, "train.max_steps=2")
+    assert runs.fit_here(config, "train.max_steps=2")["steps"] == 2
 
 
 def test_killed_twice_with_checkpoints_on_s3_the_run_is_bitwise_the_uninterrupted_one(

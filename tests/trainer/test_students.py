@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -25,7 +31,7 @@ from transformers import (
 from teachercache.errors import UsageError
 from tests.trainer import runs, tiny
 from trainer.checkpoint import CheckpointFolder, resolve_model_folder
-from trainer.student import init_student
+from trainer.student import init_student, load_student
 
 # The head has 384 rows, the tokenizer 320 tokens: the rest is padding that no student may put mass on.
 SMALL: dict[str, Any] = {
@@ -45,6 +51,15 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
         **SMALL, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
     )),
     "granite": (GraniteForCausalLM, GraniteConfig(**SMALL, logits_scaling=4.0)),
+    "gemma3-with-images": (Gemma3ForConditionalGeneration, Gemma3Config(
+        text_config={**SMALL, "sliding_window": 16}, mm_tokens_per_image=4,
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 28, "patch_size": 14},
+    )),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(
+        vocab_size=384, n_embd=32, n_layer=4, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )),
 }  # fmt: skip
 
 
@@ -56,7 +71,7 @@ def test_a_student_is_cut_trained_evaluated_and_generates(name: str, cache_url: 
     made = init_student(tmp_path / "teacher", tmp_path / "student", layers="every-2")
     config = runs.write_config(
         tmp_path / "train.yaml", cache=cache_url, student=made["student"], output=str(tmp_path / "run"),
-        data={"seq_len": 128}, optim={"lr": 1e-2, "warmup_steps": 2}, train={"max_steps": 12, "threads": 1},
+        data={"seq_len": 128}, optim={"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.1}, train={"max_steps": 12, "threads": 1},
         eval={"every_steps": 5}, checkpoint={"every_steps": 5}, log={"tensorboard": False},
     )  # fmt: skip
     summary = runs.fit_here(config)
@@ -70,6 +85,17 @@ def test_a_student_is_cut_trained_evaluated_and_generates(name: str, cache_url: 
     assert json.loads((final / "config.json").read_text()).get("use_cache", True), "generation would be quadratic"
     prompt = AutoTokenizer.from_pretrained(final)("the cat", return_tensors="pt").input_ids
     assert model.generate(prompt, max_new_tokens=4, do_sample=False).shape == (1, prompt.shape[1] + 4)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "student", final))
+    assert before.keys() == after.keys()
+    seen = {name for name in before if "vision" in name or "projector" in name}  # what no text goes through
+    assert all(before[name].equal(after[name]) for name in seen)
+    assert bool(seen) == ("images" in name)
+
+
+def test_a_student_with_dropout_is_refused_where_the_dropout_is(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=4)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"a dropout of 0\.1 in drop; packed training needs 0"):
+        load_student(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_student_on_s3_is_trained_and_a_run_there_is_evaluated(
