@@ -69,7 +69,7 @@ def evaluate(
 
 @app.command("init-student")
 def init_student(
-    teacher: Annotated[Path, typer.Option(help="The teacher's Hugging Face folder.")],
+    teacher: Annotated[str, typer.Option(help="The teacher's Hugging Face folder, or its id on the hub.")],
     out: Annotated[Path, typer.Option(help="Where the student goes; must not exist or be empty.")],
     layers: Annotated[str, typer.Option(help="every-2, first-8 or a list such as 0,3-5,9.")] = "every-2",
     mlp: Annotated[int | None, typer.Option(help="Keep so many units of each MLP, the strongest.")] = None,
@@ -80,9 +80,10 @@ def init_student(
     Example: python -m trainer init-student --teacher build/models/smollm2-135m --layers every-2 --out build/student
     """
     _quiet()
+    from trainer.hub import model_folder
     from trainer.student import init_student as cut
 
-    _print(cut(teacher, out, layers=layers, mlp=mlp), as_json, "init-student")
+    _print(cut(model_folder(teacher), out, layers=layers, mlp=mlp), as_json, "init-student")
 
 
 app.command("bench-loss")(bench_loss)

@@ -52,6 +52,7 @@ STAND_INS: dict[str, dict[str, str]] = {
         "train: 0.999, heldout: 0.001": "train: 0.7, heldout: 0.3",
         "actors: 16": "actors: 1",
         "http://HEAD:8265": "$RAY_HEAD",
+        "pip install ": "pip install --dry-run --no-deps --no-build-isolation ",
         "seq_len: 32768, batch_tokens: 131072": "seq_len: 128, batch_tokens: 256",
         "seq_len=32768": "seq_len=128",
     },

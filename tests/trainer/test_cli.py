@@ -174,6 +174,18 @@ def test_init_student_refuses_to_overwrite_and_unknown_layers(
         assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_init_student_takes_a_teacher_by_its_id_on_the_hub(
+    run: Callable[..., Done], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: {"owner/tiny": str(teacher)}[name])
+    done = run("init-student", "--teacher", "owner/tiny", "--layers", "0", "--out", tmp_path / "new")
+    assert done.returncode == 0
+    assert (tmp_path / "new/config.json").exists()
+    done = run("init-student", "--teacher", "owner/other", "--out", tmp_path / "other")
+    assert done.returncode == 2
+    assert "owner/other: neither a folder here nor a model that the hub gives ('owner/other')" in done.stderr
+
+
 def test_as_a_process_of_its_own_a_refusal_is_one_line_too(config: Path) -> None:
     done = runs.trainer("fit", config, "studnet=x")
     assert done.returncode == 2
