@@ -80,7 +80,8 @@ def plan(
         }
         print(json.dumps(report))
     else:
-        show_plan(console, prepared.planned, rate or measured_rate(config.cache))
+        gpus = float(config.teacher.gpus_per_actor or config.teacher.tensor_parallel)
+        show_plan(console, prepared.planned, rate or measured_rate(config.cache), gpus)
         console.print(f"plan {prepared.planned.plan.digest[:16]} for cache {config.cache}")
     if show:
         from pipeline.preview import show_documents

@@ -25,7 +25,7 @@ from pipeline.corpus.readers import wanted_columns as parquet_columns
 from pipeline.earlier import Cut, Earlier
 from teachercache import Plan, PlanShard
 from teachercache.document import utc_now
-from teachercache.errors import UsageError
+from teachercache.errors import StoreUnavailable, UsageError
 
 RECIPE_VERSION = 1  # raise when the code makes other rows from the same recipe: every shard then gets another id
 SAMPLE_BYTES = 32 << 10
@@ -148,6 +148,8 @@ def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encode
                 density.drops[drop.reason] += 1
                 if drop.reason == MISSING_FIELD:
                     density.fields.update(raw.value or {})
+    except (StoreUnavailable, UsageError):
+        raise
     except Exception as error:  # damaged input is reported by its shard, with the file and the last good document
         density.drops[f"unreadable ({type(error).__name__})"] += 1
     whole = [len(document.text) for document in documents]

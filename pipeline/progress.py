@@ -100,8 +100,8 @@ class Progress:
             self._status.stop()
 
 
-def show_plan(console: Console, planned: Planned, tokens_per_s: float | None) -> None:
-    """The preview; estimates are called estimates."""
+def show_plan(console: Console, planned: Planned, tokens_per_s: float | None, gpus: float = 1.0) -> None:
+    """The preview; estimates are called estimates.  tokens_per_s is of one teacher, which holds `gpus`."""
     table = Table(title="Plan (documents, tokens, rows and drops are estimates from a sample of each file)")
     for name in ("source", "files", "bytes", "shards", "≈ documents", "≈ tokens", "≈ rows", "≈ dropped"):
         table.add_column(name, justify="left" if name == "source" else "right")
@@ -122,7 +122,8 @@ def show_plan(console: Console, planned: Planned, tokens_per_s: float | None) ->
     console.print(f"storage: about {human(rows * BYTES_PER_ROW, 'B')} ({BYTES_PER_ROW} bytes a row in the open layout)")
     if tokens_per_s:
         console.print(
-            f"teacher time: about {tokens / tokens_per_s / 3600:.2f} GPU-hours at {human(tokens_per_s)} tokens/s"
+            f"teacher time: about {gpus * tokens / tokens_per_s / 3600:.2f} GPU-hours at {human(tokens_per_s)} tokens/s"
+            + (f" of a teacher over {gpus:g} GPUs" if gpus != 1 else "")
         )
     else:
         console.print("teacher time: unknown until a first shard is committed; give --rate TOKENS_PER_S")

@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 # credentials and settings that actors need; they travel as an argument, not in the runtime environment, which the
 # dashboard shows to everybody
-FORWARDED = ("AWS_", "FSSPEC_", "HF_", "GOOGLE_", "AZURE_", "VLLM_", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+FORWARDED = (
+    *("AWS_", "FSSPEC_", "HF_", "GOOGLE_", "AZURE_"),
+    *("VLLM_", "NCCL_", "TORCH_", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+)
 STARTS_BEFORE_GIVING_UP = 3
 STORE_STARTS_BEFORE_GIVING_UP = 20  # with pauses of up to a minute: a quarter of an hour, as the driver's patience
 LONGEST_START_PAUSE_S = 60.0

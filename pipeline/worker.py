@@ -166,7 +166,10 @@ class ShardWorker:
         )
 
     def _check_input(self, shard: PlanShard) -> None:
-        now = fingerprint(shard.input)
+        try:
+            now = fingerprint(shard.input)
+        except FileNotFoundError as error:
+            raise InputChanged(f"{shard.input}: it was planned and is gone; run the job again without it") from error
         if now.digest != shard.input_digest:
             raise InputChanged(
                 f"{shard.input}: expected the content that was planned ({shard.input_digest[:20]}…), found another "

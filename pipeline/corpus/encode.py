@@ -67,7 +67,7 @@ class Encoder:
         names = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
         self._special_text = re.compile("|".join(names)) if names else None
         self.add_bos = self._decide_bos(Path(model_path))
-        if job.recipe.eos and self.eos_id is None:
+        if job.recipe.eos and self.eos_id is None and any(c.fields.kind == "text" for c in job.corpora):
             raise UsageError(
                 f"{model_path}: recipe.eos is true but the tokenizer has no EOS token; set recipe.eos=false"
             )

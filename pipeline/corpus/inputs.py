@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any
 
 import fsspec
 
-from teachercache.errors import UsageError
+from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
 
 READ_AHEAD = 4 << 20
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "az", "oss")
@@ -52,6 +53,30 @@ def open_binary(url: str, read_ahead: int = READ_AHEAD) -> IO[bytes]:
     options: dict[str, Any] = {"block_size": read_ahead} if read_ahead else {"cache_type": "none"}
     handle: IO[bytes] = fs.open(path, "rb", **options)
     return handle
+
+
+@contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Errors of a store that holds inputs, told apart as those of the cache's are: an outage is nobody's fault.
+
+    Raises StoreUnavailable for what may pass, which is not held against a shard, and UsageError where access is refused,
+    which no other shard will be spared either.  A file on a local disk, a missing one and a damaged one stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if url.split("://", 1)[0] not in _OBJECT_STORES or isinstance(error, (TeacherCacheError, FileNotFoundError)):
+            raise
+        if isinstance(error, PermissionError):
+            raise UsageError(f"{url}: the store refuses to give it ({error}); check credentials and rights") from error
+        # pyarrow's "not a Parquet file" is an OSError as well, without a number
+        passing = isinstance(error, OSError) and (
+            error.errno is not None or isinstance(error, (ConnectionError, TimeoutError))
+        )
+        if passing or type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp", "asyncio"):
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise StoreUnavailable(f"{url} cannot be read now ({said}); try again later") from error
+        raise
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
@@ -94,6 +119,11 @@ def _local_digest(path: str, size: int, mtime_ns: int) -> str:
 
 def fingerprint(url: str) -> InputFile:
     """Size and digest of one input as it is now."""
+    with store_errors(url):
+        return _fingerprint(url)
+
+
+def _fingerprint(url: str) -> InputFile:
     fs, path = filesystem(url)
     info = fs.info(path)
     size = int(info["size"])

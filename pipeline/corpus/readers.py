@@ -7,6 +7,7 @@ range is decompressed (0.3 GB/s) and thrown away.  Parquet ranges are rows.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 from pipeline.config import CorpusConfig
-from pipeline.corpus.inputs import READ_AHEAD, open_binary
+from pipeline.corpus.inputs import READ_AHEAD, open_binary, store_errors
 from teachercache.errors import TeacherCacheError, UsageError
 
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -203,7 +204,7 @@ def _decode(data: bytes, policy: str) -> str | None:
 def _parse_line(offset: int, line: bytes | None, kind: str, text_column: str, utf8: str) -> RawDocument | None:
     if line is None:
         return RawDocument(offset, None, "oversized")
-    text = _decode(line, utf8)
+    text = _decode(line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line, utf8)
     if text is None:
         return RawDocument(offset, None, "invalid_utf8")
     if kind == "text":
@@ -228,7 +229,17 @@ def read_documents(
     utf8: str = "drop",
     read_ahead: int = READ_AHEAD,
 ) -> Iterator[RawDocument]:
-    """Documents of one range.  Raises InputDamaged when the file ends early or cannot be decoded any further."""
+    """Documents of one range.
+
+    Raises InputDamaged when the file ends early or cannot be decoded any further, and what `store_errors` raises.
+    """
+    with store_errors(url):
+        yield from _read(url, corpus, start, stop, unit, utf8, read_ahead)
+
+
+def _read(
+    url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, utf8: str, read_ahead: int
+) -> Iterator[RawDocument]:
     kind, compression = file_format(url, corpus)
     if kind == "parquet":
         yield from _read_parquet(url, corpus, start, stop)
@@ -299,7 +310,7 @@ def parquet_shape(url: str) -> tuple[int, int, list[str]]:
     """(rows, uncompressed bytes, column names) from the footer alone."""
     import pyarrow.parquet as pq
 
-    with open_binary(url, read_ahead=0) as handle:
+    with store_errors(url), open_binary(url, read_ahead=0) as handle:
         file = pq.ParquetFile(handle)
         meta = file.metadata
         total = sum(meta.row_group(g).total_byte_size for g in range(meta.num_row_groups))
