@@ -13,19 +13,24 @@ from typing import Any
 
 import torch
 
+from trainer import student
 from trainer.types import Model
 
 
 def matmul_parameters(model: Model) -> int:
     """P of the formula. Experts of which a token uses a few count in proportion."""
-    config = model.config.get_text_config()
-    total = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() >= 2)
+    config, head = model.config.get_text_config(), model.get_output_embeddings().weight
+    # By identity: a tied head is one of the decoder's; what no text goes through (a vision tower) is in neither.
+    weights = {id(p): (name, p) for name, p in student.decoder(model).named_parameters() if p.dim() >= 2}
+    weights[id(head)] = ("head", head)
+    total = sum(parameter.numel() for _, parameter in weights.values())
     embedding = model.get_input_embeddings().weight
-    if embedding is not model.get_output_embeddings().weight:
+    if embedding is not head:
         total -= embedding.numel()
-    experts, used = getattr(config, "num_local_experts", None), getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    used = getattr(config, "num_experts_per_tok", None)
     if experts and used:
-        inside = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.dim() >= 2)
+        inside = sum(parameter.numel() for name, parameter in weights.values() if ".experts." in name)
         total -= int(inside * (1 - used / experts))
     return total
 

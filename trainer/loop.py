@@ -178,10 +178,11 @@ class _Fit:
             seconds = time.perf_counter() - started
             self._count(result)
             if self.step_number % config.log.every_steps == 0:
+                progress = self._progress(sequences[-1].tokens_done)
                 values = {"loss": result.loss, "lr": lr, "grad_norm": result.grad_norm, "rows": result.rows}
+                values |= {"progress": progress, "epoch": self.data_state["epoch"]}
                 values |= meter.measure(sequences, seconds, data_wait_s)
                 log.write("train", self.step_number, values)
-                progress = self._progress(sequences[-1].tokens_done)
                 screen.update(
                     self.step_number,
                     progress,
@@ -355,6 +356,7 @@ class _Meter:
         lengths = [length for s in sequences for length in s.document_lengths[: len(s.documents)]]
         flops = step_flops(self._config, self._parameters, lengths)
         values = {
+            "padding": sum(s.num_padding for s in sequences) / sum(s.input_ids.numel() for s in sequences),
             "seconds": seconds,
             "data_wait_s": data_wait_s,
             "tokens": sum(lengths),
