@@ -7,9 +7,10 @@ duplicates; what it leaves out stands in the plan (`detail.duplicates`, by ordin
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -18,32 +19,42 @@ from pipeline.corpus.documents import Dropped, extract
 from pipeline.corpus.readers import InputDamaged, read_documents
 from teachercache import PlanShard
 
+Hashes = tuple[np.ndarray, np.ndarray]  # hashes void[16] [n], ordinals int64 [n]
 
-def content_hashes(job: JobConfig, shard: PlanShard) -> tuple[np.ndarray, np.ndarray]:
-    """(hashes void[16] [n], ordinals int64 [n]) of a shard's usable documents."""
-    corpus = job.corpora[int(shard.detail.get("corpus", 0))]
+
+def content_hashes(job: JobConfig, shards: Sequence[PlanShard]) -> list[Hashes]:
+    """Of each shard's usable documents.  The shards are one file's, in order: it is read (and decompressed) once."""
+    first, last = shards[0], shards[-1]
+    corpus = job.corpora[int(first.detail.get("corpus", 0))]
     filters = job.recipe.filters
-    hashes: list[bytes] = []
-    ordinals: list[int] = []
-    raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit, filters.invalid_utf8)
+    found: list[list[bytes]] = [[] for _ in shards]
+    ordinals: list[list[int]] = [[] for _ in shards]
+    starts = [shard.start for shard in shards]
+    raws = read_documents(first.input, corpus, first.start, last.stop, first.unit, filters.invalid_utf8)
     try:
-        for raw in islice(raws, corpus.limit_documents if shard.unit == "file" else None):
+        for raw in islice(raws, corpus.limit_documents if first.unit == "file" else None):
             try:
-                document = extract(raw, corpus, filters, shard.input_digest)
+                document = extract(raw, corpus, filters, first.input_digest)
             except Dropped:
                 continue
-            hashes.append(document.content_hash)
-            ordinals.append(raw.ordinal)
+            place = bisect_right(starts, raw.ordinal) - 1
+            found[place].append(document.content_hash)
+            ordinals[place].append(raw.ordinal)
     except InputDamaged:
         pass  # the shard itself reports its damaged file; what was readable counts
-    return np.frombuffer(b"".join(hashes), dtype="V16"), np.asarray(ordinals, dtype=np.int64)
+    return [
+        (np.frombuffer(b"".join(h), dtype="V16"), np.asarray(o, dtype=np.int64))
+        for h, o in zip(found, ordinals, strict=True)
+    ]
 
 
 def mark_duplicates(job: JobConfig, shards: Sequence[PlanShard], committed: Set[str] = frozenset()) -> list[PlanShard]:
     """The same shards in the same order, each with the ordinals of its documents that have an earlier copy."""
-    order = sorted(range(len(shards)), key=lambda i: (shards[i].shard_id not in committed, i))
+    files = [list(group) for _, group in groupby(shards, key=lambda s: (s.detail.get("corpus", 0), s.input))]
     with ThreadPoolExecutor(max_workers=4) as pool:
-        parts = list(pool.map(lambda i: content_hashes(job, shards[i]), order))
+        by_shard = [part for file in pool.map(lambda group: content_hashes(job, group), files) for part in file]
+    order = sorted(range(len(shards)), key=lambda i: (shards[i].shard_id not in committed, i))
+    parts = [by_shard[i] for i in order]
     counts = [len(h) for h, _ in parts]
     if not sum(counts):
         return list(shards)

@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 import pipeline.corpus.readers as readers
+import pipeline.dedup
 import pipeline.plan
 import teachercache
 from pipeline.config import CorpusConfig, load_job, parse_job
@@ -55,6 +56,27 @@ def test_large_compressed_files_are_cut_and_give_each_document_once(job_file, tm
     run_job(job)
     counts = collections.Counter(r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records())
     assert counts == collections.Counter(d["id"] for d in DOCUMENTS)
+
+
+@pytest.mark.parametrize("kind", ["gz", "parquet"])
+def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(pipeline.plan, "CUT_COMPRESSED_ABOVE", 0)
+    docs = [{"id": f"d{i}", "text": f"text {i % 150} " * 5} for i in range(200)]
+    path = tmp_path / f"a.{'jsonl.gz' if kind == 'gz' else kind}"
+    if kind == "gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(d) + "\n" for d in docs).encode()))
+    else:
+        pq.write_table(pa.Table.from_pylist(docs), path, row_group_size=30)
+    opened: list[tuple[int, int]] = []
+    read = pipeline.dedup.read_documents
+    monkeypatch.setattr(pipeline.dedup, "read_documents", lambda *a: opened.append(a[2:4]) or read(*a))
+    recipe = {"filters": {"dedup": "corpus"}}
+    result = run_job(load_job(job_file(tmp_path / "cache", [path], recipe=recipe, run={"shard_bytes": 1000})))
+    assert len(opened) == 1
+    assert result.outcome.tally.committed > 3
+    assert result.manifest.drops == {"duplicate": 50}
+    found = {r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records()}
+    assert found == {f"d{i}" for i in range(150)}
 
 
 def test_a_cut_has_few_enough_ranges_to_be_worth_decompressing_up_to_each(job_file, tmp_path, monkeypatch):
