@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -140,6 +141,17 @@ def test_a_pod_of_the_overlay_holds_exactly_one_teacher_of_its_job(name: str) ->
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert int(limits["nvidia.com/gpu"]) == job.teacher.tensor_parallel
     assert group["maxReplicas"] == job.run.actors
+
+
+@pytest.mark.parametrize("base", ["kuberay/overlays/teacher-8b", "kuberay/cluster"])
+def test_a_token_can_be_asked_for(base: str, tmp_path: Path) -> None:
+    resources, component = (os.path.relpath(DEPLOY / p, tmp_path.resolve()) for p in (base, "kuberay/components/token"))
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump({"kind": "Kustomization", "resources": [resources], "components": [component]})
+    )
+    (item,) = (i for i in render(tmp_path) if i["kind"].startswith("Ray"))
+    assert list(problems(item)) == []
+    assert item["spec"].get("rayClusterSpec", item["spec"])["authOptions"] == {"mode": "token"}
 
 
 def test_kueue_gets_a_job_of_fixed_size() -> None:
