@@ -232,6 +232,9 @@ def _shards_of(
         total = parquet_rows
     density = sample_density(file, corpus, job, encoder, parquet_rows)
     text_units = total * (_inflation(file.url, compression, file.size) if unit == "file" else 1.0)
+    if corpus.limit_documents is not None and unit == "file" and density.units:  # Parquet's rows are cut above
+        in_file = (density.documents + density.drops.total()) / density.units * text_units
+        text_units *= min(1.0, corpus.limit_documents / max(in_file, 1.0))
     warnings += _check_sample(file, corpus, density, whole=density.units >= total)
     per_unit = density.tokens / density.units if density.units else 0.0
     estimate = SourceEstimate(

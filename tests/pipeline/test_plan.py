@@ -231,6 +231,16 @@ def test_a_second_recipe_for_an_input_of_one_source_is_refused_before_anything_i
     assert run_job(held).manifest is not None
 
 
+def test_a_limit_of_documents_bounds_the_estimate(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(400))
+    (whole,) = prepare(load_job(job_file(tmp_path / "cache", [path]))).planned.estimates
+    job = load_job(job_file(tmp_path / "cache", [path]), ["corpora.0.limit_documents=10"])
+    (limited,) = prepare(job).planned.estimates
+    assert whole.documents == pytest.approx(400, rel=0.1)
+    assert limited.documents == pytest.approx(10)
+    assert limited.tokens == pytest.approx(whole.tokens / 40, rel=0.1)
+
+
 def test_a_relative_cache_in_rays_copy_of_a_folder_is_refused(job_file, tmp_path, monkeypatch):
     """`ray job submit --working-dir .` runs in such a copy: the cache would go with it."""
     job = load_job(
