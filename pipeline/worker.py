@@ -29,6 +29,7 @@ from pipeline.corpus.encode import Encoder, Tokens, Window
 from pipeline.corpus.inputs import fingerprint
 from pipeline.corpus.readers import InputDamaged, read_documents
 from pipeline.engine_loop import EngineLoop
+from pipeline.scratch import Scratch
 from pipeline.teachers import start_teacher
 from pipeline.teachers.base import Prompt, Scored, Teacher
 from teachercache import CacheSpec, CacheWriter, PlanShard, Record, Store, check_record, fingerprint_config
@@ -100,6 +101,7 @@ class ShardWorker:
                 f"{model_path} on {socket.gethostname()} holds another config.json than the job was planned with"
             )
         self.writer = CacheWriter(Store.open(job.cache), spec)
+        self.scratch = Scratch()
         self._reuse = self.writer.reuse_index() if job.run.reuse == "on" else None
         self._reuse_lock = threading.Lock()
         self._spec_digest = spec.digest
@@ -127,7 +129,7 @@ class ShardWorker:
         broken: dict[str, list[str]] = {}
         provenance: dict[str, Any] = {}
         self._check_input(shard)
-        with self.writer.new_attempt(shard.shard_id) as attempt:
+        with self.writer.new_attempt(shard.shard_id, self.scratch.folder) as attempt:
             seen: set[tuple[str, str]] = set()
             for record in self._records(task, drops, broken, reused):
                 try:
@@ -361,6 +363,7 @@ class ShardWorker:
 
     def close(self) -> None:
         self.loop.stop()
+        self.scratch.close()
 
 
 def generation_seed(content_hash: bytes, seed: int) -> int:

@@ -98,8 +98,11 @@ class CacheWriter:
     def commits(self) -> Iterator[Commit]:
         yield from read_commits(self.store)
 
-    def new_attempt(self, shard_id: str) -> ShardAttempt:
-        return ShardAttempt(self.store, self.spec, shard_id, codec=self.codec, grace_seconds=self.grace_seconds)
+    def new_attempt(self, shard_id: str, folder: Path | None = None) -> ShardAttempt:
+        """One execution of a shard; its files are built below `folder` (TMPDIR by default)."""
+        return ShardAttempt(
+            self.store, self.spec, shard_id, codec=self.codec, grace_seconds=self.grace_seconds, folder=folder
+        )
 
     def commit(
         self,
