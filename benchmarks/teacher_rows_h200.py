@@ -14,7 +14,7 @@ One process, one engine, K = 100, float32 head.  Paths:
     pipeline         the shard function without Ray: Parquet in, rows encoded, uploaded to a local S3 server, committed
 Rates are tokens of input per second of wall time from the first submission to the last result (pipeline: to the last
 commit), after one warm-up round of each path.  Over several GPUs a measurement takes as many times the documents, so that
-its ends weigh the same.  Results: benchmarks/results/teacher_rows_<device>.json, with _tp<N> for N GPUs.
+its ends weigh the same (the pipeline: as many times the shards).  Results: benchmarks/results/teacher_rows_<device>.json, with _tp<N> for N GPUs.
 """
 
 from __future__ import annotations
@@ -252,7 +252,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.smoke:
         options.documents, options.length, options.shards, options.slow_documents = 6, 128, 2, 2
+    per_shard = options.documents
     options.documents *= options.tensor_parallel
+    options.shards *= options.tensor_parallel
 
     from pipeline.config import parse_job
     from pipeline.teachers.vllm import VllmTeacher
@@ -279,7 +281,7 @@ def main() -> int:
                 },
                 "corpora": [{"files": [f"{scratch}/docs*.parquet"], "fields": {"input_ids": "ids", "id": "id"}}],
                 "recipe": {"bos": "never", "eos": False},
-                "run": {"shard_tokens": options.documents * options.length},
+                "run": {"shard_tokens": per_shard * options.length},
             }
         )
         tokenizer = fingerprint_tokenizer(model)
@@ -305,9 +307,7 @@ def main() -> int:
         own = teacher.score(inputs[:1])[0].rows
         rates = measure(teacher, inputs, options.slow_documents)
         report: dict[str, Any] = {"worker_rows_check": check_worker_rows(teacher, inputs[0], own)}
-        report["pipeline"] = run_pipeline(
-            teacher, job, scratch, spec, options.shards, options.documents, options.length
-        )
+        report["pipeline"] = run_pipeline(teacher, job, scratch, spec, options.shards, per_shard, options.length)
         rates["pipeline"] = report["pipeline"]["tokens_per_s"]
         plain = max(rates["plain"], rates["plain again"])
         report |= {
