@@ -54,7 +54,7 @@ def evaluate_text(config: TrainerConfig, path: Path) -> dict[str, Any]:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     if len(ids) < 2:
         raise TeacherCacheError(f"{path} has {len(ids)} tokens; expected at least two")
-    model = student.load_student(folder, dtype=dtype, device=device).eval()
+    model = student.load_student(folder, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code).eval()
     nll, count = 0.0, 0
     for start in range(0, len(ids) - 1, config.data.seq_len):
         window = torch.tensor(ids[start : start + config.data.seq_len + 1], device=device)
