@@ -14,7 +14,8 @@ One process, one engine, K = 100, float32 head.  Paths:
     pipeline         the shard function without Ray: Parquet in, rows encoded, uploaded to a local S3 server, committed
 Rates are tokens of input per second of wall time from the first submission to the last result (pipeline: to the last
 commit), after one warm-up round of each path.  Over several GPUs a measurement takes as many times the documents, so that
-its ends weigh the same (the pipeline: as many times the shards).  Results: benchmarks/results/teacher_rows_<device>.json, with _tp<N> for N GPUs.
+its ends weigh the same (the pipeline: as many times the shards).  Results: benchmarks/results/teacher_rows_<device>.json,
+with _tp<N> for N GPUs.
 """
 
 from __future__ import annotations

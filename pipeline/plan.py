@@ -298,6 +298,8 @@ def make_plan(
     seen: dict[str, str] = {}
     for index, corpus in enumerate(job.corpora):
         digest = recipe_digest(job, corpus, encoder.chat_template)
+        tree = recipe_of(job, corpus, encoder.chat_template)
+        tree.pop("version")
         files = []
         for file in fingerprint_all(expand(job.patterns(corpus))):
             first = seen.setdefault(f"{file.digest}:{digest}", file.url)
@@ -307,7 +309,7 @@ def make_plan(
             if not file.size:
                 warnings.append(f"{file.url} is empty")
                 continue
-            earlier.use(file.url, file.digest, corpus, digest)
+            earlier.use(file.url, file.digest, digest, tree)
             files.append(file)
         total = SourceEstimate(corpus.source)
         with ThreadPoolExecutor(max_workers=threads) as pool:
