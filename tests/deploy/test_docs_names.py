@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import teachercache.cli
 import trainer.cli
 from tests.deploy.manifests import DEPLOY, ROOT
 from tests.deploy.markdown import blocks, code_spans
-from tests.deploy.test_docs import DOCS, page_name
+from tests.deploy.test_docs import DOCS, RUNNABLE, page_name
 
 COMMANDS: dict[str, dict[str, Any]] = {
     program: typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -33,16 +35,20 @@ PATH = re.compile(rf"(?<![\w/.:-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
 PAGES = [path for path in DOCS if path.name != "LOG.md"]  # the log is history: what it names may be gone
 
 
+def calls_in(text: str) -> Iterator[tuple[str, str, str]]:
+    """(program, subcommand, its arguments) of each of our commands in shell code."""
+    for line in re.sub(r"\s#.*", "", text.replace("\\\n", " "), flags=re.M).splitlines():
+        for command in re.split(r"&&|\|\||;|\||\$\(", line):
+            found = CALL.search(command.strip())
+            if found:
+                for subcommand in found[3].split("/"):
+                    yield found[1] or found[2], subcommand, found[4]
+
+
 def calls(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(program, subcommand, its arguments) of each of our commands, in code spans and shell blocks."""
-    shell = [block.code.replace("\\\n", " ") for block in blocks(path) if block.language == "sh"]
-    for text in [*code_spans(path), *shell]:
-        for line in re.sub(r"\s#.*", "", text, flags=re.M).splitlines():
-            for command in re.split(r"&&|\|\||;|\||\$\(", line):
-                found = CALL.search(command.strip())
-                if found:
-                    for subcommand in found[3].split("/"):
-                        yield found[1] or found[2], subcommand, found[4]
+    """The same of a page: in code spans and in shell blocks, those that are not run too."""
+    for text in [*code_spans(path), *(block.code for block in blocks(path) if block.language == "sh")]:
+        yield from calls_in(text)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
@@ -62,6 +68,35 @@ def test_the_reading_of_commands_finds_them() -> None:
     found = {(program, subcommand) for path in PAGES for program, subcommand, _ in calls(path)}
     assert {("pipeline", "run"), ("pipeline", "plan"), ("trainer", "fit"), ("teachercache", "gc")} <= found
     assert len(found) > 15
+
+
+# Commands that a page names in passing and no block runs: what runs them.
+ELSEWHERE = {("teachercache", "export"): "tests/teachercache/test_cli.py"}
+
+
+def test_every_command_that_a_page_names_is_run() -> None:
+    """By a block of some page, whatever its options, or by the test that ELSEWHERE names."""
+    run = {
+        (program, subcommand)
+        for block in RUNNABLE
+        if block.language == "sh"
+        for program, subcommand, _ in calls_in(block.code)
+    }
+    named = {(program, subcommand) for path in PAGES for program, subcommand, _ in calls(path)}
+    assert named - run == ELSEWHERE.keys()
+    for (_, subcommand), test in ELSEWHERE.items():
+        assert f'"{subcommand}"' in (ROOT / test).read_text()
+
+
+def test_the_completion_that_a_page_names_completes(tmp_path: Path) -> None:
+    """`teachercache --install-completion`, then what a shell asks for."""
+    env = dict(os.environ, HOME=str(tmp_path), SHELL="/bin/bash")
+    program = str(Path(sys.executable).with_name("teachercache"))
+    subprocess.run([program, "--install-completion", "bash"], env=env, check=True, capture_output=True, timeout=60)
+    assert "teachercache" in (tmp_path / ".bashrc").read_text()
+    asked = env | {"COMP_WORDS": "teachercache ver", "COMP_CWORD": "1", "_TEACHERCACHE_COMPLETE": "complete_bash"}
+    done = subprocess.run([program], env=asked, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["verify"]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
