@@ -343,6 +343,10 @@ class PackedCache(IterableDataset[PackedSequence]):
         return int.from_bytes(digest[:8], "big") < weight * 2**64
 
 
+class Interrupted(Exception):
+    """The wait for a sequence was given up because `Prefetcher.interrupted` said so; nothing was consumed."""
+
+
 class Prefetcher:
     """Runs PackedCache on a thread of its own and hands over (sequence, state) pairs in order.
 
@@ -359,6 +363,9 @@ class Prefetcher:
         self._stop = threading.Event()
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(depth, 1))
         self._thread: threading.Thread | None = None
+        self._end: BaseException | None = None
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Asked while a sequence is waited for: true ends the wait with Interrupted (with a thread, depth > 0)."""
         if depth:
             self._thread = threading.Thread(target=self._fill, name="packed-cache", daemon=True)
             self._thread.start()
@@ -398,12 +405,20 @@ class Prefetcher:
         return self
 
     def __next__(self) -> tuple[PackedSequence, dict[str, Any]]:
-        item = self._queue.get() if self._thread else self._prepare()
-        if isinstance(item, BaseException):
-            raise item
-        if item is None:
-            raise StopIteration
-        return item
+        if self._end is None:
+            item = self._wait() if self._thread else self._prepare()
+            if item is not None and not isinstance(item, BaseException):
+                return item
+            self._end = item or StopIteration()  # the thread is gone: asked again, it would never answer
+        raise self._end
+
+    def _wait(self) -> Any:
+        while True:
+            try:
+                return self._queue.get(timeout=0.2)
+            except queue.Empty:
+                if self.interrupted():
+                    raise Interrupted from None
 
     def close(self) -> None:
         self._stop.set()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,7 +20,7 @@ import teachercache
 from teachercache.errors import TeacherCacheError, UsageError
 from trainer import activation, adapters, attention, checkpoint, student
 from trainer.config import TrainerConfig
-from trainer.data import PackedCache, PackedSequence, Prefetcher
+from trainer.data import Interrupted, PackedCache, PackedSequence, Prefetcher
 from trainer.evaluate import evaluate, heldout_sequences
 from trainer.flops import matmul_parameters, measured_matmul_rate, step_flops
 from trainer.liger import apply_liger
@@ -153,6 +153,7 @@ class _Fit:
         )  # fmt: skip
         try:
             with _stop_on_signal() as stop:
+                prefetcher.interrupted = stop.is_set
                 self._loop(prefetcher, log, screen, stop)
         finally:
             prefetcher.close()
@@ -167,6 +168,8 @@ class _Fit:
             waited = time.perf_counter()
             sequences = self._next_batch(prefetcher)
             if not sequences:
+                if stop.is_set():  # while the store was away
+                    self._save_and_stop(log)
                 break
             data_wait_s = time.perf_counter() - waited
             lr = config.optim.lr * lr_factor(config.optim, self.step_number, self._progress(sequences[0].tokens_done))
@@ -191,12 +194,10 @@ class _Fit:
                 )
             if _due(config.eval.every_steps, self.step_number):
                 self._evaluate(log, screen, stop)
-            if _due(config.checkpoint.every_steps, self.step_number) or stop.is_set():
-                self._save(log)
             if stop.is_set():
-                raise Stopped(
-                    f"told to stop: saved step {self.step_number} in {self.folder.url}; the same command continues"
-                )
+                self._save_and_stop(log)
+            if _due(config.checkpoint.every_steps, self.step_number):
+                self._save(log)
         if config.eval.every_steps and self._heldout_kl_here() is None:
             self._evaluate(log, screen, stop)
         self._save(log)
@@ -206,10 +207,15 @@ class _Fit:
         self.folder.finish(self._write_final)
 
     def _next_batch(self, prefetcher: Prefetcher) -> list[PackedSequence]:
-        """The micro-batches of one step; fewer at the end of the data, none after it."""
+        """The micro-batches of one step; fewer at the end of the data, none after it or when told to stop meanwhile."""
         sequences: list[PackedSequence] = []
+        before = self.data_state
         while len(sequences) < self.config.data.sequences_per_step:
-            pair = next(prefetcher, None)
+            try:
+                pair = next(prefetcher, None)
+            except Interrupted:
+                self.data_state = before
+                return []
             if pair is None:
                 break
             sequences.append(pair[0])
@@ -283,6 +289,10 @@ class _Fit:
             keep_last=self.config.checkpoint.keep_last,
             keep_best=self.config.checkpoint.keep_best,
         )
+
+    def _save_and_stop(self, log: MetricsLog) -> NoReturn:
+        self._save(log)
+        raise Stopped(f"told to stop: saved step {self.step_number} in {self.folder.url}; the same command continues")
 
     def _write_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from tests.trainer import runs
 from trainer import checkpoint, loop
 from trainer.checkpoint import CheckpointFolder
+from trainer.data import PackedCache
 from trainer.evaluate import heldout_sequences
 
 EPOCHS = 3
@@ -126,6 +128,34 @@ def test_a_stop_during_an_evaluation_saves_without_finishing_it(
     assert latest is not None
     assert (latest.step, latest.heldout_kl) == (3, None)
     assert runs.metrics(tmp_path / "run", "eval") == []
+
+
+def test_a_stop_while_the_data_does_not_come_saves_the_last_whole_step(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is away and the machine is about to go: half of a batch was read, and is read again afterwards."""
+    accumulated = {**settings, "data": {**settings["data"], "seq_len": 64, "batch_tokens": 128}}
+    config = runs.write_config(tmp_path / "train.yaml", **accumulated, output=str(tmp_path / "run"))
+    away = threading.Event()
+    real = PackedCache.with_states
+
+    def with_states(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for number, pair in enumerate(real(*arguments, **options)):
+            if number == 7:  # three steps of two, and one of the fourth
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                away.wait(20)
+            yield pair
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedCache, "with_states", with_states)
+        # The save lets the store come back, or the reading thread would be waited for at the end.
+        patch.setattr(loop._Fit, "_save", lambda *_, save=loop._Fit._save: (away.set(), save(*_)))
+        with pytest.raises(loop.Stopped, match="saved step 3"):
+            runs.fit_here(config)
+    runs.fit_here(config)
+    straight = runs.write_config(tmp_path / "straight.yaml", **accumulated, output=str(tmp_path / "straight"))
+    runs.fit_here(straight)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
 def test_a_crash_right_after_the_end_leaves_a_run_that_says_it_is_finished(
