@@ -54,6 +54,7 @@ def test_an_s3_server_that_goes_away_costs_a_pause(
     with serve("moto", tmp_path / "s3") as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()  # a file system of an earlier test knows the earlier test's server
         bucket = server.new_bucket()
         url = tiny.make_cache(f"{bucket}/cache", teacher, documents=30)
         config = load_config(
