@@ -29,7 +29,7 @@ types: setup
 	@$(RUN) -m mypy
 
 test: lint types model
-	@$(RUN) -m pytest -m "not soak" --durations=15
+	@$(RUN) -m pytest -n 2 --dist loadfile -m "not soak" --durations=15
 
 unit: setup
 	@$(RUN) -m pytest -m "not soak and not engine" -x -q

@@ -15,7 +15,7 @@ from trainer.config import TrainerConfig
 from trainer.data import PackedCache
 from trainer.step import Step
 
-STEPS = 150
+STEPS = 100
 
 
 @pytest.mark.parametrize("tail", ["bucket", "none", "renormalize"])
