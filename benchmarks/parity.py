@@ -378,7 +378,7 @@ def main() -> None:
     train_sequences: dict[tuple[str, int], list[PackedSequence]] = {}
     report: dict[str, Any] = {
         "machine": machine(device),
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
+        "settings": {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)},
         "rows": rows,
         "top_k": spec.top_k,
         "results": [],

@@ -314,7 +314,7 @@ def main() -> int:
         report |= {
             "rates_tokens_per_s": {k: round(v, 1) for k, v in rates.items()},
             "share_of_plain": {k: round(v / plain, 4) for k, v in rates.items()},
-            "settings": {k: str(v) for k, v in vars(options).items()},
+            "settings": {k: str(v) for k, v in vars(options).items() if not isinstance(v, Path)},
             "provenance": teacher.provenance,
             "host": {"cpus": os.cpu_count(), "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")},
         }
