@@ -16,13 +16,23 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from teachercache import layout, show
 from teachercache.codec import CODECS
 from teachercache.commit import GRACE_SECONDS
-from teachercache.errors import NotACache, TeacherCacheError, UsageError
+from teachercache.errors import (
+    CorruptFile,
+    MissingObject,
+    NotACache,
+    TeacherCacheError,
+    UnsafeManifest,
+    UnsupportedFormat,
+    UsageError,
+)
 from teachercache.export import export as run_export
 from teachercache.gc import collect
 from teachercache.iceberg import register
@@ -66,7 +76,7 @@ def opened(url: str, manifest: int | None = None) -> Cache:
         warnings.simplefilter("always", IncompleteCacheWarning)
         cache = open_cache(url, manifest)
     for warning in caught:
-        err.print(f"[yellow]warning:[/] {warning.message}", soft_wrap=True)
+        err.print(f"[yellow]warning:[/] {escape(str(warning.message))}", soft_wrap=True)
     return cache
 
 
@@ -120,9 +130,10 @@ def ls(
                 print(cache.file_url(entry))
         return
     found = [describe(store) for store in find_caches(Store.open(url), depth)]
+    broken = any(item["state"] == "unreadable" for item in found)
     if json_:
         print_json(found)
-        return
+        raise typer.Exit(int(broken))
     if not found:
         raise NotACache(f"there is no cache at {url} or up to {depth} levels below; check the URL, or raise --depth.")
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -134,15 +145,16 @@ def ls(
     for item in found:
         number = "" if item["manifest"] is None else str(item["manifest"])
         table.add_row(
-            item["url"],
-            item["teacher"],
-            str(item["top_k"]),
+            Text(item["url"]),
+            Text(item["teacher"]),
+            str(item["top_k"] or ""),
             number,
             f"{item['rows']:,}",
             f"{item['bytes']:,}",
             item["state"],
         )
     out.print(table)
+    raise typer.Exit(int(broken))
 
 
 def find_caches(store: Store, depth: int) -> Iterator[Store]:
@@ -155,7 +167,16 @@ def find_caches(store: Store, depth: int) -> Iterator[Store]:
 
 
 def describe(store: Store) -> dict[str, Any]:
-    """One line of `ls`."""
+    """One line of `ls`. A cache that cannot be read is said so on stderr, and does not hide the others."""
+    try:
+        return _described(store)
+    except (CorruptFile, MissingObject, UnsafeManifest, UnsupportedFormat) as error:
+        err.print(f"[yellow]warning:[/] {escape(f'{store.url}: {error} [{error.code}]')}", soft_wrap=True)
+        unknown: dict[str, Any] = {"url": store.url, "teacher": "", "top_k": None, "manifest": None}
+        return unknown | {"rows": 0, "bytes": 0, "state": "unreadable"}
+
+
+def _described(store: Store) -> dict[str, Any]:
     spec = load_spec(store)
     numbers = manifest_numbers(store)
     line: dict[str, Any] = {"url": store.url, "teacher": spec.teacher.name, "top_k": spec.top_k, "manifest": None}
@@ -205,7 +226,7 @@ def head(
     cache.files(split, source)  # a wrong name ends here, in one line
     text = show.TokenText(cache)
     if text.note:
-        err.print(f"[yellow]note:[/] {text.note}", soft_wrap=True)
+        err.print(f"[yellow]note:[/] {escape(text.note)}", soft_wrap=True)
     top = min(top, cache.spec.top_k)
     shown = []
     for record in cache.records(split, source, limit=records):

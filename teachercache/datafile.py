@@ -15,7 +15,7 @@ from pydantic import Field
 from teachercache import layout
 from teachercache.codec import Block, Codec, get_codec
 from teachercache.codec.open import META_PREFIX, column, meta_array, meta_kind, meta_type
-from teachercache.errors import CorruptFile, InvalidRecord, UnsafeManifest, UsageError
+from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, UnsafeManifest, UsageError
 from teachercache.record import Record, check_record
 from teachercache.spec import CacheSpec, Strict
 from teachercache.store import Store
@@ -193,6 +193,8 @@ class DataFile:
             if source.size() != entry.size:
                 raise CorruptFile(f"{entry.path} is {source.size():,} bytes long, its entry says {entry.size:,}.")
             self._file = pq.ParquetFile(source, metadata=footer, pre_buffer=PRE_BUFFER, page_checksum_verification=True)
+        except MissingObject as error:
+            raise _gone(error) from error
         except (pa.ArrowException, OSError) as error:
             raise CorruptFile(f"{entry.path} is not readable as Parquet: {_first_line(error)}") from error
         if footer is None:
@@ -249,6 +251,8 @@ class DataFile:
         try:
             table = self._file.read_row_group(i, columns=self._physical(columns), use_threads=False)
             block = self._codec.decode(table)
+        except MissingObject as error:
+            raise _gone(error) from error
         except (pa.ArrowException, OSError, ValueError) as error:
             raise CorruptFile(f"{self.entry.path}: row group {i} cannot be decoded: {_first_line(error)}") from error
         return dataclasses.replace(block, split=self.entry.split, source=self.entry.source)
@@ -305,6 +309,13 @@ def sha256_file(path: Path) -> str:
         while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _gone(error: MissingObject) -> MissingObject:
+    """Said of a file that a manifest or commit names."""
+    return MissingObject(
+        f"{str(error).rstrip('.')}: its manifest expired and gc removed it, or somebody else did; open the newest manifest."
+    )
 
 
 def _first_line(error: BaseException) -> str:

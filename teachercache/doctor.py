@@ -28,6 +28,7 @@ from teachercache.store import Store
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB = 2**30
+GPU_SECONDS = 60.0  # a healthy driver answers within three
 SCRATCH_FAIL, SCRATCH_WARN = 2 * GIB, 20 * GIB  # a shard of two million rows is built locally: about 0.6 GB a file
 NEEDED = {"pyarrow": (20,), "s3fs": (2025, 3), "fsspec": (2025, 3), "tokenizers": (0, 20)}
 
@@ -113,7 +114,12 @@ def check_gpu() -> Finding:
         do = "fine for reading, for `make demo` and for tests; real teachers and students need one"
         return Finding("gpu", WARN, "no nvidia-smi", do)
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=GPU_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "gpu", FAIL, f"nvidia-smi does not answer within {GPU_SECONDS:g} s", "mend the NVIDIA driver, or reboot"
+        )
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode or not lines:
         return Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,11 +14,13 @@ import pyarrow.parquet as pq
 from teachercache.codec import get_codec
 from teachercache.datafile import MAX_FILE_BYTES
 from teachercache.errors import UsageError
+from teachercache.manifest import ManifestFile
 from teachercache.reader import Cache
 from teachercache.show import summary
 from teachercache.tokenizer import download_tokenizer
 
 TARGET_BYTES = 500 * 2**20
+THREADS = 16  # footers read at the same time
 
 
 def export(
@@ -68,10 +71,15 @@ def export(
 
 def _meta_types(cache: Cache) -> dict[str, pa.DataType]:
     """One type for each column of the corpus in every file of the data set; text where the cache's files disagree."""
-    types: dict[str, pa.DataType] = {}
-    for entry in cache.manifest.files:
+
+    def of_file(entry: ManifestFile) -> dict[str, pa.DataType]:
         with cache.open_file(entry) as file:
-            for name, kind in file.meta_types().items():
+            return file.meta_types()
+
+    types: dict[str, pa.DataType] = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for found in pool.map(of_file, cache.manifest.files):
+            for name, kind in found.items():
                 types[name] = kind if types.get(name, kind) == kind else pa.string()
     return types
 

@@ -70,7 +70,7 @@ def collect(
         raise UsageError(
             f"keep_manifests must be at least 1, found {keep_manifests}: the newest manifest is never removed."
         )
-    data = store.list(layout.DATA)
+    data = [o for o in store.list(layout.DATA) if layout.is_data_path(o.path)]  # strangers' objects stay
     limit = store.now() - timedelta(seconds=grace_seconds)
 
     numbers = manifest_numbers(store)

@@ -52,6 +52,11 @@ def parse_data_path(path: str) -> DataPath:
     return DataPath(match["codec"], match["split"], match["source"], match["shard"], match["attempt"])
 
 
+def is_data_path(path: str) -> bool:
+    """Whether a name below data/ is a data file's; others (a _SUCCESS, a .DS_Store) are not ours to judge."""
+    return _DATA_PATH.fullmatch(path) is not None
+
+
 def check_shard_id(shard_id: str) -> str:
     if SHARD_ID.fullmatch(shard_id) is None:
         raise UsageError(f"shard id {shard_id!r} must match {SHARD_ID.pattern}")

@@ -45,7 +45,7 @@ class Manifest(Strict):
     spec_digest: str
     created: str
     publisher: str = Field(description="random; tells two publishers' equal content apart")
-    files: list[ManifestFile]
+    files: list[ManifestFile] = Field(repr=False)
     plans: list[str]
     replaced: dict[str, str] = Field(default_factory=dict, description="shard -> the shard whose commit replaced it")
     shards_planned: int

@@ -71,6 +71,11 @@ class Cache:
         self.spec = spec
         self.manifest = manifest
 
+    def __repr__(self) -> str:
+        m = self.manifest
+        state = "" if m.complete else ", incomplete"
+        return f"Cache({self.url!r}, manifest={m.number}, records={m.records:,}, rows={m.rows:,}, splits={self.splits}{state})"
+
     @property
     def url(self) -> str:
         return self.store.url
@@ -118,18 +123,20 @@ class Cache:
         """
         wanted = check_columns(columns)
         left = float("inf") if limit is None else limit
-        with ThreadPoolExecutor(1) as ahead:
-            for entry in self.files(split, source):
-                with self.open_file(entry) as file:
-                    waiting = None
-                    for i in range(file.num_groups):
-                        block = file.read_group(i, wanted) if waiting is None else waiting.result()
-                        waiting = ahead.submit(file.read_group, i + 1, wanted) if i + 1 < file.num_groups else None
-                        for j in range(len(block)):
-                            if left <= 0:
-                                return
-                            left -= 1
-                            yield block.record(j)
+        for entry in self.files(split, source):
+            with (
+                self.open_file(entry) as file,
+                ThreadPoolExecutor(1) as ahead,
+            ):  # the thread ends before its file closes
+                waiting = None
+                for i in range(file.num_groups):
+                    block = file.read_group(i, wanted) if waiting is None else waiting.result()
+                    waiting = ahead.submit(file.read_group, i + 1, wanted) if i + 1 < file.num_groups else None
+                    for j in range(len(block)):
+                        if left <= 0:
+                            return
+                        left -= 1
+                        yield block.record(j)
 
     def stream(
         self,

@@ -27,7 +27,7 @@ MASS_SLACK = 1e-3  # sum of the K probabilities may exceed 1 by this much: float
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?")  # split and source: they stand in object names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Record:
     """One document or window. Arrays are read-only views where they come from a cache; unread columns are None."""
 
@@ -45,6 +45,13 @@ class Record:
     loss_mask: BoolArray  # [r] about the predicted token; False after the last token
     content_key: bytes = b""  # 16 bytes; the writer computes it
     meta: Mapping[str, Any] = field(default_factory=dict)  # licence, url and the like: str, int, float, bool or None
+
+    def __repr__(self) -> str:
+        n, r = (None if array is None else len(array) for array in (self.input_ids, self.row_pos))
+        return (
+            f"Record({self.doc_id!r}, window={self.window}, split={self.split!r}, source={self.source!r}, "
+            f"tokens={n}, rows={r}, meta={dict(self.meta)})"
+        )
 
     def same_as(self, other: Record) -> bool:
         """Whether both hold equal values in every field (NaN equals NaN)."""

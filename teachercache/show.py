@@ -136,7 +136,7 @@ def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> Renderab
     """One record as a table; the token that really followed is green where the teacher has it among its best."""
     counts = f"{len(record.input_ids)} tokens, {len(record.row_pos)} rows"
     title = f"{record.doc_id} window {record.window} · {record.split}/{record.source} · {counts}"
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=Text(title), title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("pos", justify="right", style="dim")
     table.add_column("token")
     table.add_column("next")

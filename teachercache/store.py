@@ -12,6 +12,7 @@ import errno
 import hashlib
 import io
 import os
+import pickle
 import threading
 import time
 import uuid
@@ -26,7 +27,6 @@ from urllib.parse import urlsplit
 
 import fsspec
 import pyarrow as pa
-from fsspec.core import url_to_fs
 
 from teachercache import layout
 from teachercache.errors import (
@@ -49,6 +49,7 @@ _EXISTS_CODES = {"PreconditionFailed", "412"}
 _DENIED_CODES = {
     "AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
     "AllAccessDisabled", "AccountProblem", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed", "InvalidSecurity",
+    "400",  # of a HEAD, which has no body to say so: an expired token, or keys of another region
 }  # fmt: skip
 _TRANSIENT_CODES = {
     "409", "ConditionalRequestConflict", "OperationAborted", "500", "InternalError", "502", "503", "ServiceUnavailable",
@@ -56,6 +57,7 @@ _TRANSIENT_CODES = {
     "IncompleteBody",
 }  # fmt: skip
 _TRANSIENT_ERRNO = {errno.EBUSY, errno.EREMOTEIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE}
+_NO_LINKS_ERRNO = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class Exists(TeacherCacheError):
@@ -76,12 +78,12 @@ class ObjectInfo:
 
 
 class Store:
-    """See the module. Thread-safe; open one per process (never carry one over a fork)."""
+    """See the module. Thread-safe; survives pickling and a fork, after which the child connects anew."""
 
     def __init__(
         self, fs: fsspec.AbstractFileSystem, root: str, url: str, *, sleep: Callable[[float], None] = time.sleep
     ):
-        self.fs = fs
+        self._fs, self._pid = fs, os.getpid()
         self.root = root.rstrip("/")
         self.url = url.rstrip("/")
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
@@ -116,12 +118,21 @@ class Store:
         elif scheme not in ("file", "local", "memory"):
             raise UsageError(f"{scheme}:// is not supported; expected s3://, file:// or a plain path, found {url!r}.")
         if "://" not in url:
-            url = Path(url).expanduser().absolute().as_uri()
-        fs, root = url_to_fs(url, **options)
-        return cls(fs, root, url)
+            url = (
+                f"file://{Path(url).expanduser().absolute()}"  # as it is: no reader of these URLs takes %20 for a blank
+            )
+        fs = fsspec.filesystem(scheme, **options)  # not url_to_fs, which sees a chain of file systems in "::"
+        return cls(fs, fs._strip_protocol(url), url)
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    @property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        """The file system; a new one in a forked child (a DataLoader's worker), which must not use its parent's sockets."""
+        if self._pid != os.getpid():
+            self._fs, self._pid = pickle.loads(pickle.dumps(self._fs)), os.getpid()
+        return self._fs
 
     def child(self, path: str) -> Store:
         """The same file system, rooted deeper."""
@@ -186,7 +197,7 @@ class Store:
         return True
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """Every object below a prefix that ends in '/', sorted by path. Never from a cache."""
+        """Every object below a prefix that ends in '/', sorted by path, folder markers left out. Never from a cache."""
         try:
             found = self._retry(prefix, lambda: self.fs.find(self._full(prefix.rstrip("/")), detail=True))
         except MissingObject:
@@ -194,7 +205,7 @@ class Store:
         cut = len(self.root) + 1
         objects = [ObjectInfo(name[cut:], int(info["size"]), _modified(info)) for name, info in found.items()]
         return sorted(
-            (o for o in objects if o.path.startswith(prefix) and not o.path.rsplit("/", 1)[-1].startswith(_LOCAL_TEMP)),
+            (o for o in objects if o.path.startswith(prefix) and _is_object(o.path.rsplit("/", 1)[-1])),
             key=lambda o: o.path,
         )
 
@@ -226,7 +237,8 @@ class Store:
         path = f"{layout.PROBES}{uuid.uuid4().hex}"
         self.create(path, path.encode())
         modified = self.head(path).modified
-        self.delete(path)
+        with suppress(StoreDenied):  # as in the probe
+            self.delete(path)
         return modified
 
     def probe(self) -> None:
@@ -311,7 +323,15 @@ class Store:
                     out.write(block)
                 out.flush()
                 os.fsync(out.fileno())
-            os.link(temp, target)
+            try:
+                os.link(temp, target)
+            except OSError as error:
+                if error.errno not in _NO_LINKS_ERRNO:
+                    raise
+                raise StoreUnsafe(
+                    f"the file system of {target.parent} has no hard links ({error.strerror}), which create a file whole "
+                    "and never twice; use another disk, or s3:// instead of a bucket that is mounted as a folder."
+                ) from error
         finally:
             temp.unlink(missing_ok=True)
 
@@ -348,8 +368,14 @@ class Store:
         if isinstance(error, TeacherCacheError):
             return error
         kind, code = _classify(error), _error_code(error) or type(error).__name__
+        if code == "NoSuchBucket":
+            return UsageError(
+                f"the bucket s3://{self.root.split('/', 1)[0]} does not exist; create it or correct the URL."
+            )
         if kind == "missing":
             return MissingObject(f"{self.url}/{path} does not exist.")
+        if kind == "denied" and self.is_local:
+            return StoreDenied(f"{self.url}/{path}: permission denied; check the rights of this user on the folder.")
         if kind == "denied":
             return StoreDenied(
                 f"{self.url} refused access ({code}); check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or "
@@ -365,6 +391,14 @@ class Store:
             )
         if isinstance(error, OSError):
             return StoreUnavailable(f"{self.url}/{path}: {error.strerror or code}.")
+        if type(error).__module__.startswith("botocore.") or str(error).startswith("Invalid endpoint"):
+            said = " ".join(str(error).split())[
+                :200
+            ]  # before any request: a profile, region, bucket's name or endpoint
+            return UsageError(
+                f"{self.url} cannot be reached with these settings ({type(error).__name__}: {said}); check AWS_PROFILE, "
+                "AWS_ENDPOINT_URL (http://host:port) and the bucket's name."
+            )
         return error
 
 
@@ -399,6 +433,11 @@ class _RangeFile(io.RawIOBase):
         data = self._store.read_range(self._path, self._at, stop)
         self._at += len(data)
         return data
+
+
+def _is_object(name: str) -> bool:
+    """Whether the last part of a path is not a folder marker (empty) or a file that is still being written."""
+    return bool(name) and not name.startswith(_LOCAL_TEMP)
 
 
 def _whole(data: bytes, expected: int) -> bytes:
@@ -446,11 +485,7 @@ def _classify(error: Exception) -> str:
     if isinstance(error, (FileNotFoundError, MissingObject)):
         return "missing"
     name = type(error).__name__
-    if (
-        isinstance(error, PermissionError)
-        or code in _DENIED_CODES
-        or name in ("NoCredentialsError", "PartialCredentialsError")
-    ):
+    if isinstance(error, PermissionError) or code in _DENIED_CODES or name in _DENIED_NAMES:
         return "denied"
     if name in _TRANSIENT_NAMES or isinstance(error, (TimeoutError, ConnectionError)):
         return "transient"
@@ -463,5 +498,9 @@ def _classify(error: Exception) -> str:
 _TRANSIENT_NAMES = {
     "EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "IncompleteReadError",
     "ResponseStreamingError", "HTTPClientError", "ClientPayloadError", "ServerDisconnectedError", "ClientOSError",
-    "FSTimeoutError", "IncompleteRead", "ClientConnectorError",
+    "FSTimeoutError", "IncompleteRead", "ClientConnectorError", "ProxyConnectionError", "SSLError",
+}  # fmt: skip
+_DENIED_NAMES = {
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "NoAuthTokenError", "SSOTokenLoadError",
+    "UnauthorizedSSOTokenError", "TokenRetrievalError",
 }  # fmt: skip

@@ -97,6 +97,7 @@ class RecordStream(Iterator[Record]):
         }
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._shuffle, self._repeat, self._group = shuffle, repeat, shuffle_groups
+        self._number, self._pid = cache.manifest.number, os.getpid()
         self._disk = DiskCache(Path(cache_dir), cache_bytes) if cache_dir is not None else None
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
@@ -106,6 +107,10 @@ class RecordStream(Iterator[Record]):
 
     def __next__(self) -> Record:
         """Raises what reading raises; the next call then tries again from the same place, and never skips or ends."""
+        if self._pid != os.getpid():  # its threads stayed behind: it would wait for ever
+            raise UsageError(
+                "a stream does not survive a fork; open it in the process that reads it (a cache may be shared)."
+            )
         try:
             return next(self._records)
         except StopIteration:
@@ -117,7 +122,8 @@ class RecordStream(Iterator[Record]):
     def state(self) -> dict[str, Any]:
         """JSON-able position after the record that came last. A stream opened with it continues with the next one."""
         epoch, window, offset = self._at
-        return {**self._identity, "epoch": epoch, "window": window, "offset": offset}
+        position = {"epoch": epoch, "window": window, "offset": offset}
+        return {**self._identity, **position, "manifest_number": self._number}  # the number only to say what to open
 
     @property
     def epoch(self) -> int:
@@ -142,8 +148,10 @@ class RecordStream(Iterator[Record]):
             return 0, 0, 0
         wrong = [f"{k}: state {state.get(k)!r}, stream {v!r}" for k, v in self._identity.items() if state.get(k) != v]
         if wrong:
+            pin = state.get("manifest_number", self._number)
+            hint = "" if pin == self._number else f": manifest {pin}, where this is {self._number}"
             raise UsageError(
-                f"the state belongs to another stream ({'; '.join(wrong)}); open the one that it came from."
+                f"the state belongs to another stream ({'; '.join(wrong)}); open the one that it came from{hint}."
             )
         return int(state["epoch"]), int(state["window"]), int(state["offset"])
 

@@ -17,7 +17,7 @@ from teachercache import layout
 from teachercache.commit import Commit
 from teachercache.datafile import DataFile, download
 from teachercache.document import read_sealed
-from teachercache.errors import InvalidRecord, MissingObject, TeacherCacheError
+from teachercache.errors import InvalidRecord, MissingObject, StoreDenied, TeacherCacheError
 from teachercache.manifest import (
     Manifest,
     ManifestFile,
@@ -62,9 +62,11 @@ class Verification:
 
     @contextlib.contextmanager
     def collecting(self, path: str) -> Iterator[None]:
-        """Turn an error about `path` into a problem, and go on."""
+        """Turn an error about `path` into a problem, and go on; refused credentials say nothing about a cache."""
         try:
             yield
+        except StoreDenied:
+            raise
         except TeacherCacheError as error:
             self.problems.append(Problem(path, error.code, str(error)))
 
@@ -125,7 +127,9 @@ def _commits(store: Store, spec: CacheSpec, found: Verification) -> list[Commit]
 
     commits = []
     with ThreadPoolExecutor(THREADS) as pool:
-        for commit, problems in pool.map(check, [info.path for info in store.list(layout.COMMITS)]):
+        for commit, problems in pool.map(
+            check, [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
+        ):
             found.problems += problems
             commits += [] if commit is None else [commit]
     return commits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import teachercache
 from teachercache.cli import main
-from teachercache.document import utc_now
+from teachercache.document import seal, utc_now
 from teachercache.plan import Plan, PlanShard
 from teachercache.synthetic import synthetic_records, synthetic_spec
 
@@ -47,6 +48,19 @@ def test_ls_finds_caches_below_a_prefix(cache, run, tmp_path):
     assert (found["teacher"], found["manifest"], found["state"]) == ("synthetic", 1, "complete")
     assert found["url"].endswith("/team/cache")
     assert "synthetic" in run("ls", cache)[1]
+
+
+def test_ls_lists_the_others_beside_a_cache_of_a_newer_format(cache, run, tmp_path):
+    theirs = seal(SPEC)[:-1].split(b',"seal"')[0].replace(b'"format_version":1', b'"format_version":2') + b"}"
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "spec.json").write_bytes(
+        theirs[:-1] + b',"seal":"' + hashlib.sha256(theirs).hexdigest().encode() + b'"}\n'
+    )
+    code, out, err = run("ls", tmp_path, "--json")
+    assert code == 1
+    assert [item["state"] for item in json.loads(out)] == ["unreadable", "complete"]
+    assert "format version 2" in err
+    assert "complete" in run("ls", tmp_path)[1]
 
 
 def test_ls_files_prints_paths_that_exist(cache, run):
