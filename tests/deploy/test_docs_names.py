@@ -92,10 +92,10 @@ def test_the_completion_that_a_page_names_completes(tmp_path: Path) -> None:
     """`teachercache --install-completion`, then what a shell asks for."""
     env = dict(os.environ, HOME=str(tmp_path), SHELL="/bin/bash")
     program = str(Path(sys.executable).with_name("teachercache"))
-    subprocess.run([program, "--install-completion", "bash"], env=env, check=True, capture_output=True, timeout=60)
+    subprocess.run([program, "--install-completion", "bash"], env=env, check=True, capture_output=True)
     assert "teachercache" in (tmp_path / ".bashrc").read_text()
     asked = env | {"COMP_WORDS": "teachercache ver", "COMP_CWORD": "1", "_TEACHERCACHE_COMPLETE": "complete_bash"}
-    done = subprocess.run([program], env=asked, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program], env=asked, capture_output=True, text=True)
     assert done.stdout.split() == ["verify"]
 
 
