@@ -49,17 +49,26 @@ def apply_policy(model: Model, layers: Any, policy: str) -> None:
         if not hasattr(layer, "gradient_checkpointing"):
             raise ValueError(f"{type(layer).__name__} cannot be checkpointed: it is no GradientCheckpointingLayer")
         layer.gradient_checkpointing = policy != "none"
-        layer._gradient_checkpointing_func = _runner(policy)
+        layer._gradient_checkpointing_func = _runner(policy, _draws(layers))
 
 
-def _runner(policy: str) -> Callable[..., Any]:
+def _draws(layers: Any) -> bool:
+    """Whether the layers draw random numbers (an adapter's dropout): a recomputation must draw the same ones."""
+    return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
+
+
+def _runner(policy: str, draws: bool) -> Callable[..., Any]:
     if policy == "offload":
 
         def offloaded(function: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -> Any:
             pin = hidden.is_cuda
-            # Only the layer's input is saved here: what the layer saves inside lives no longer than its recomputation.
+            # After a frozen embedding: a layer whose input needs no gradient would get none for its weights either.
+            if not hidden.requires_grad:
+                hidden = hidden.detach().requires_grad_()
+            # Reentrant, so that only the layer's input is saved here: what the layer saves inside lives no longer than
+            # its recomputation.
             with torch.autograd.graph.save_on_cpu(pin_memory=pin):
-                return _OffloadedLayer.apply(function, hidden, *rest)
+                return checkpoint(function, hidden, *rest, use_reentrant=True, preserve_rng_state=draws)
 
         return offloaded
     context = {
@@ -67,31 +76,11 @@ def _runner(policy: str) -> Callable[..., Any]:
         "keep-matmuls": partial(create_selective_checkpoint_contexts, partial(_decide, ATTENTION_OPS | MATMUL_OPS)),
     }.get(policy)
     options: dict[str, Any] = {"context_fn": context} if context else {}
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **options)
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
 def _decide(kept: frozenset[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _OffloadedLayer(torch.autograd.Function):
-    """Reentrant checkpointing by hand: saves the input alone, so that saved-tensor hooks see nothing else."""
-
-    @staticmethod
-    def forward(context: Any, function: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
-        context.function, context.rest = function, rest
-        context.save_for_backward(hidden)
-        with torch.no_grad():
-            return function(hidden, *rest)
-
-    @staticmethod
-    def backward(context: Any, *grads: torch.Tensor) -> Any:
-        (hidden,) = context.saved_tensors
-        hidden = hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            out = context.function(hidden, *context.rest)
-        torch.autograd.backward(out, grads[0])
-        return None, hidden.grad, *(None for _ in context.rest)
 
 
 def tile_mlps(layers: Any, tile: int) -> None:
@@ -103,14 +92,17 @@ def tile_mlps(layers: Any, tile: int) -> None:
         mlp = layer.mlp
         if not hasattr(mlp, "untiled_forward"):
             mlp.untiled_forward = mlp.forward
-        mlp.forward = partial(_tiled, mlp.untiled_forward, tile)
+        mlp.forward = partial(_tiled, mlp.untiled_forward, tile, _draws([mlp]))
 
 
-def _tiled(forward: Callable[[torch.Tensor], torch.Tensor], tile: int, hidden: torch.Tensor) -> torch.Tensor:
+def _tiled(forward: Callable[[torch.Tensor], Any], tile: int, draws: bool, hidden: torch.Tensor) -> Any:
     if hidden.shape[1] <= tile:
         return forward(hidden)
-    run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([run(part) for part in hidden.split(tile, dim=1)], dim=1)
+    run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
+    parts = [run(part) for part in hidden.split(tile, dim=1)]
+    if isinstance(parts[0], tuple):  # gpt-oss gives its router's scores [tokens, experts] along
+        return tuple(torch.cat(pieces, dim=-2) for pieces in zip(*parts, strict=True))
+    return torch.cat(parts, dim=1)
 
 
 def bytes_per_token(config: Any, policy: str, element_size: int = 2) -> int:

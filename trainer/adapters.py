@@ -13,7 +13,7 @@ from trainer.types import Model
 def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
     """Freeze the model and give it adapters: new ones, or those of the checkpoint folder `saved`.
 
-    Raises UsageError where peft is not installed.
+    Raises UsageError where peft is not installed, and for adapters on the head.
     """
     try:
         import peft
@@ -27,6 +27,12 @@ def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
             r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.target_modules
         )
         wrapped = peft.get_peft_model(model, settings)
+    base: Model = wrapped.get_base_model()
+    if hasattr(base.get_output_embeddings(), "base_layer"):
+        raise UsageError(
+            f"lora.target_modules = {config.target_modules} adapts the head, whose plain weight the loss multiplies with, so "
+            "that adapter would never train; leave the head out"
+        )
     # The embedding is frozen, so a checkpointed first layer would see an input without a gradient.
     wrapped.enable_input_require_grads()
     return wrapped

@@ -141,11 +141,13 @@ def document_attention(
         raise ValueError(f"attention dropout {dropout} is not supported over packed documents; set it to 0")
     if attention_mask is not None:
         raise ValueError("expected no attention mask: documents say what may be attended to")
-    if documents is None:
-        documents = DocumentLayout((query.shape[2],), "documents", query.device)
-    documents.calls += 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     options = _Options(scale, sliding_window, softcap, s_aux)
+    if documents is None:
+        if query.shape[2] != key.shape[2]:  # generation: keys of earlier tokens come from a cache
+            return plain_attention(query, key, value, options).transpose(1, 2), None
+        documents = DocumentLayout((query.shape[2],), "documents", query.device)
+    documents.calls += 1
     path = documents.path(query.dtype)
     if path == "flex" or (options.special and query.is_cuda and path != "plain"):
         out = _flex(query, key, value, documents, options)
@@ -179,20 +181,23 @@ class _Options:
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
-    """Causal attention of one document, spelled out: [1, H, n, D] x [1, H_kv, n, D] -> [1, H, n, D]. O(n²) memory."""
+    """Causal attention of one document, spelled out: [1, H, n, D] x [1, H_kv, m, D] -> [1, H, n, D]. O(n·m) memory.
+
+    The queries are those of the last n of m tokens; n = m but for generation.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(2, 3)).float() * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    n = q.shape[2]
-    position = torch.arange(n, device=q.device)
-    seen = position[:, None] >= position[None, :]
+    n, m = q.shape[2], k.shape[2]
+    behind = torch.arange(m - n, m, device=q.device)[:, None] - torch.arange(m, device=q.device)  # [n, m]
+    seen = behind >= 0
     if options.window is not None:
-        seen &= position[:, None] - position[None, :] < options.window
+        seen &= behind < options.window
     scores = scores.masked_fill(~seen, float("-inf"))
     if options.sinks is not None:
-        sink = options.sinks.float().view(1, -1, 1, 1).expand(1, -1, n, 1)
+        sink = options.sinks.float().view(1, -1, 1, 1).expand(q.shape[0], -1, n, 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)

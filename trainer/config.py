@@ -205,6 +205,13 @@ class TrainerConfig(Section):
             raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
         if self.loss.method != "online" and self.loss.tail is None:
             raise ValueError("loss.tail is null, which means the full vocabulary: only loss.method=online has that")
+        if self.loss.tail is None and (self.loss.ce_weight or self.loss.z_loss):
+            raise ValueError(
+                f"loss.tail is null, the divergence over the full vocabulary alone: loss.ce_weight and loss.z_loss must be 0, "
+                f"found {self.loss.ce_weight} and {self.loss.z_loss}"
+            )
+        if self.loss.recompute and self.loss.method not in ("fused", "online"):
+            raise ValueError(f"loss.recompute goes with loss.method=fused only, found {self.loss.method}")
         return self
 
 

@@ -23,10 +23,10 @@ def matmul_parameters(model: Model) -> int:
     # By identity: a tied head is one of the decoder's; what no text goes through (a vision tower) is in neither.
     weights = {id(p): (name, p) for name, p in student.decoder(model).named_parameters() if p.dim() >= 2}
     weights[id(head)] = ("head", head)
+    for module in student.decoder(model).modules():
+        if isinstance(module, torch.nn.Embedding) and module.weight is not head:  # looked up: tokens, GPT-2's positions
+            weights.pop(id(module.weight), None)
     total = sum(parameter.numel() for _, parameter in weights.values())
-    embedding = model.get_input_embeddings().weight
-    if embedding is not head:
-        total -= embedding.numel()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     used = getattr(config, "num_experts_per_tok", None)
     if experts and used:

@@ -24,6 +24,7 @@ from trainer.data import Interrupted, PackedCache, PackedSequence, Prefetcher
 from trainer.evaluate import evaluate, heldout_sequences
 from trainer.flops import matmul_parameters, measured_matmul_rate, step_flops
 from trainer.liger import apply_liger
+from trainer.losses.options import LossOptions
 from trainer.metrics import MetricsLog, Screen
 from trainer.optim import accumulate_in_float32, build_optimizer, lr_factor
 from trainer.patience import patiently
@@ -50,6 +51,7 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         raise UsageError("fit needs output=FOLDER (or s3://…) for checkpoints and logs")
     device, dtype = choose_device(config)
     attention_kind = choose_attention(config, device)
+    _check_loss(config)
     run = checkpoint.CheckpointFolder(config.output, patience_s=config.train.store_patience_s)
     index = run.index()
     saved_folder = run.fetch(index.latest) if index.latest else None
@@ -96,9 +98,7 @@ class _Fit:
         torch.manual_seed(config.seed)
         self.model = load_for_training(config, source, saved is not None, device, dtype)
         self.optimizer = build_optimizer(self.model, config.optim)
-        if config.optim.grad_dtype == "float32" or (
-            config.optim.grad_dtype == "auto" and dtype == torch.bfloat16 and config.data.sequences_per_step > 1
-        ):
+        if _sums_in_float32(config, dtype):
             accumulate_in_float32(self.model)
         teacher = None
         if config.loss.method == "online":
@@ -420,6 +420,17 @@ def choose_attention(config: TrainerConfig, device: torch.device) -> str:
         raise UsageError(str(error)) from error
 
 
+def _check_loss(config: TrainerConfig) -> None:
+    """Refuse what the loss would refuse at the first step, before any weight is loaded."""
+    loss = config.loss
+    try:
+        LossOptions(
+            loss.tail or "bucket", loss.divergence, loss.jsd_beta, loss.temperature, loss.ce_weight, loss.z_loss
+        )
+    except ValueError as error:
+        raise UsageError(f"loss: {error}") from error
+
+
 def load_for_training(
     config: TrainerConfig, folder: Path, resumed: bool, device: torch.device, dtype: torch.dtype
 ) -> Model:
@@ -436,7 +447,7 @@ def load_for_training(
         activation.tile_mlps(layers, config.train.mlp_tile)
     policy: str = config.train.checkpointing
     if policy == "auto":
-        policy = _auto_policy(model, config, device)
+        policy = _auto_policy(model, config, device, dtype)
     activation.apply_policy(model, layers, policy)
     if config.train.compile:
         # Attention follows each batch's documents: traced into a layer, it would be compiled again for every batch.
@@ -446,15 +457,24 @@ def load_for_training(
     return model.train()
 
 
-def _auto_policy(model: Model, config: TrainerConfig, device: torch.device) -> str:
+def _auto_policy(model: Model, config: TrainerConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Recompute as little as fits: free memory less gradients and optimiser state, which do not exist yet."""
     if device.type != "cuda":
         return "none"
     free, _total = torch.cuda.mem_get_info(device)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     moments = {"float32": 8, "bfloat16": 4, "8bit": 2, "offload": 0}[config.optim.state]
-    reserved = trained * (moments + 2 + 2 + (4 if config.data.sequences_per_step > 1 else 0))
-    return activation.choose_policy(model.config.get_text_config(), config.data.seq_len, free - reserved)
+    low = {"auto": 2, "split": 2, "float32": 4, "stochastic": 0}[config.optim.master] if dtype == torch.bfloat16 else 0
+    reserved = trained * (moments + low + dtype.itemsize + (4 if _sums_in_float32(config, dtype) else 0))
+    return activation.choose_policy(
+        model.config.get_text_config(), config.data.seq_len, free - reserved, element_size=dtype.itemsize
+    )
+
+
+def _sums_in_float32(config: TrainerConfig, dtype: torch.dtype) -> bool:
+    """Whether micro-batches add up in float32 buffers beside the gradients."""
+    wanted = config.optim.grad_dtype
+    return wanted == "float32" or (wanted == "auto" and dtype == torch.bfloat16 and config.data.sequences_per_step > 1)
 
 
 def load_teacher(config: TrainerConfig, device: torch.device, dtype: torch.dtype) -> Model:

@@ -128,12 +128,15 @@ def hidden_states(
     documents: attention.DocumentLayout,
 ) -> torch.Tensor:
     """int64 [T], int64 [T] -> last hidden states [T, d] of one packed sequence."""
+    before = documents.calls
     output = decoder(model)(
         input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, documents=documents
     )
-    if documents.calls == 0:
-        raise RuntimeError(
-            f"{type(model).__name__} computed attention without trainer.attention: packed documents would see one another"
+    calls, layers = documents.calls - before, model.config.get_text_config().num_hidden_layers
+    if calls < layers:  # attention of its own, a recurrence or a convolution over time
+        raise UsageError(
+            f"{type(model).__name__} mixes tokens without trainer.attention: {calls} of its {layers} layers called it, so "
+            "packed documents would see one another; choose a student with attention in every layer"
         )
     return output.last_hidden_state[0]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.trainer import runs
-from trainer import activation, attention, student
+from trainer import activation, adapters, attention, student
+from trainer.config import LoraConfig
 
 
 def gradients(folder: Path, policy: str, tile: int | None) -> dict[str, torch.Tensor]:
@@ -34,6 +35,51 @@ def test_every_policy_gives_the_gradients_of_none(teacher: Path, policy: str, ti
     assert found.keys() == plain.keys()
     for name, gradient in found.items():
         assert (gradient - plain[name]).norm() <= 1e-5 * plain[name].norm(), name
+
+
+def layer_gradients(folder: Path, policy: str, *, autocast: bool = False, frozen: bool = False) -> torch.Tensor:
+    """Gradients of the layers, flat."""
+    model = student.load_student(folder, dtype=torch.float32, device=torch.device("cpu")).train()
+    model.get_input_embeddings().requires_grad_(not frozen)
+    activation.apply_policy(model, student.decoder(model).layers, policy)
+    documents = attention.DocumentLayout((20,), "documents", torch.device("cpu"))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        hidden = student.hidden_states(model, torch.arange(3, 23), torch.arange(20), documents)
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    return torch.cat([p.grad.flatten() for p in student.decoder(model).layers.parameters()])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in activation.POLICIES if policy != "none"])
+def test_recomputing_follows_autocast_and_does_without_a_gradient_for_the_embedding(teacher: Path, policy: str) -> None:
+    for options in ({"autocast": True}, {"frozen": True}):
+        plain = layer_gradients(teacher, "none", **options)
+        assert (layer_gradients(teacher, policy, **options) - plain).norm() <= 1e-5 * plain.norm(), options
+
+
+def adapter_gradients(folder: Path, policy: str, tile: int | None) -> torch.Tensor:
+    """Gradients of adapters with dropout, flat; the same random numbers each time."""
+    torch.manual_seed(0)
+    model = student.load_student(folder, dtype=torch.float32, device=torch.device("cpu"))
+    model = adapters.add(model, LoraConfig(rank=4, dropout=0.2), saved=None).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    layers = student.decoder(model).layers
+    if tile:
+        activation.tile_mlps(layers, tile)
+    activation.apply_policy(model, layers, policy)
+    documents = attention.DocumentLayout((20,), "documents", torch.device("cpu"))
+    hidden = student.hidden_states(model, torch.arange(3, 23), torch.arange(20), documents)
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in activation.POLICIES if policy != "none"])
+def test_what_is_recomputed_drops_what_was_dropped(teacher: Path, policy: str) -> None:
+    pytest.importorskip("peft", reason="needs the package peft")
+    for tile in (None, 7):  # other tiles draw other numbers: like is compared with like
+        plain, found = adapter_gradients(teacher, "none", tile), adapter_gradients(teacher, policy, tile)
+        assert (found - plain).norm() <= 1e-5 * plain.norm(), tile
 
 
 def test_no_policy_sees_what_ligers_rotation_wrote_in_place() -> None:

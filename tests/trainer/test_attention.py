@@ -10,12 +10,14 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
 
-from trainer import attention, student
+from teachercache.errors import UsageError
+from trainer import activation, attention, student
 from trainer.attention import DocumentLayout, rounded_length
 
 SMALL = {
@@ -81,6 +83,18 @@ def test_packed_documents_equal_separate_passes_of_plain_transformers(name: str,
     assert worst < 1e-5
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tiled_mlps_change_nothing(name: str) -> None:
+    layout = DocumentLayout((30,), "documents", torch.device("cpu"))
+    found = []
+    for tile in (None, 7):
+        model = build(ARCHITECTURES[name], attention.NAME)
+        if tile:
+            activation.tile_mlps(model.model.layers, tile)
+        found.append(student.hidden_states(model, torch.arange(3, 33), torch.arange(30), layout))
+    assert relative(found[1], found[0]) < 1e-6
+
+
 def test_a_document_sees_no_other_document() -> None:
     model = build(ARCHITECTURES["llama"], attention.NAME).eval()
     ids = torch.randint(3, 128, (sum(LENGTHS),))
@@ -97,14 +111,32 @@ def test_a_document_sees_no_other_document() -> None:
 def test_a_model_that_does_not_call_our_attention_is_refused() -> None:
     model = build(ARCHITECTURES["llama"], "eager")
     layout = DocumentLayout((4, 4), "documents", torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="would see one another"):
+    with pytest.raises(UsageError, match="0 of its 4 layers called it"):
         student.hidden_states(model, torch.arange(8), torch.arange(4).repeat(2), layout)
+
+
+def test_a_model_with_layers_that_mix_tokens_otherwise_is_refused() -> None:
+    """A convolution over time (or a recurrence) knows no documents: it would carry one into the next."""
+    config = Lfm2Config(**SMALL, layer_types=["conv", "full_attention"] * 2, block_multiple_of=8)
+    layout = DocumentLayout((4, 4), "documents", torch.device("cpu"))
+    with pytest.raises(UsageError, match="2 of its 4 layers called it, so packed documents would see one another"):
+        student.hidden_states(build(config, attention.NAME), torch.arange(8), torch.arange(4).repeat(2), layout)
 
 
 def test_generation_without_a_layout_is_plain_causal() -> None:
     ours, theirs = build(ARCHITECTURES["llama"], attention.NAME).eval(), build(ARCHITECTURES["llama"], "eager").eval()
     ids = torch.randint(3, 128, (1, 20))
     assert relative(ours(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_after_cached_ones_see_all_of_them(name: str) -> None:
+    ours, theirs = (build(ARCHITECTURES[name], kind).eval() for kind in (attention.NAME, "eager"))
+    ids = torch.randint(3, 128, (2, 20))
+    caches = [model(ids[:, :13], use_cache=True).past_key_values for model in (ours, theirs)]
+    for part in (ids[:, 13:14], ids[:, 14:15]):
+        a, b = (model(part, past_key_values=cache).logits for model, cache in zip((ours, theirs), caches, strict=True))
+        assert relative(a, b) < 1e-5
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 2048, 2049, 4096, 5000, 32768, 40000])

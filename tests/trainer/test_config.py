@@ -54,6 +54,7 @@ def test_an_unknown_key_names_its_nearest_neighbour(override: str, nearest: str)
         ("loss.method=online", "set teacher=FOLDER"),
         ("loss.tail=null", "only loss.method=online"),
         ("loss.tail=buckets", "loss.tail"),
+        ("loss={method: dense, recompute: true}", "loss.method=fused only"),
         ("no-equals-sign", "expected key=value"),
         ("cache.x=1", "not a section"),
     ],
@@ -61,6 +62,12 @@ def test_an_unknown_key_names_its_nearest_neighbour(override: str, nearest: str)
 def test_a_wrong_value_is_refused_with_a_sentence(override: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_config(None, [*MINIMAL, override])
+
+
+def test_what_the_full_vocabulary_loss_would_ignore_is_refused() -> None:
+    loss = "loss={method: online, tail: null, ce_weight: 0.3}"
+    with pytest.raises(UsageError, match=r"loss\.ce_weight and loss\.z_loss must be 0, found 0\.3 and 0\.0"):
+        load_config(None, [*MINIMAL, "teacher=folder", loss])
 
 
 def test_a_missing_key_and_a_missing_file_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import pytest
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -49,6 +51,11 @@ def test_experts_count_as_far_as_a_token_uses_them(architecture, config) -> None
     if architecture is GptOssForCausalLM:
         biases = 2 * (2 * INNER + D)  # of the two experts in use: held as matrices [experts, n]
     assert matmul_parameters(model) == LAYERS * (ATTENTION + router + 2 * MLP + biases) + D * VOCAB
+
+
+def test_positions_that_are_looked_up_do_not_count() -> None:
+    config = GPT2Config(n_embd=D, n_inner=INNER, n_layer=LAYERS, n_head=HEADS, vocab_size=VOCAB, n_positions=77)
+    assert matmul_parameters(GPT2LMHeadModel(config)) == LAYERS * (ATTENTION + 2 * D * INNER) + D * VOCAB
 
 
 def test_a_vision_tower_does_not_count() -> None:

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 import teachercache
+from teachercache.errors import UsageError
 from trainer import activation, student
 from trainer.attention import DocumentLayout
 from trainer.config import TrainerConfig
 from trainer.data import NO_LABEL, PackedCache, PackedSequence, pack_records
+from trainer.loop import _auto_policy, fit
 from trainer.optim import accumulate_in_float32, build_optimizer, clear_gradients, gradient, gradient_norm
 from trainer.step import Step, TrainingDiverged
+from trainer.student import load_student
 
 CPU = torch.device("cpu")
 
@@ -258,3 +261,25 @@ def test_hidden_states_of_a_layout_are_the_models_own(student: Path, sequences: 
     first = sequence.document_lengths[0]
     alone = model(sequence.input_ids[None, :first], use_cache=False).logits[0]
     assert torch.allclose(students.head(model).logits(hidden[:first]), alone, atol=1e-4)
+
+
+def test_a_loss_that_does_not_exist_is_refused_before_the_cache_is_opened() -> None:
+    loss = {"tail": "none", "temperature": 2.0}
+    config = TrainerConfig.model_validate({"cache": "nowhere", "student": "nowhere", "output": "nowhere", "loss": loss})
+    with pytest.raises(UsageError, match="tail='none' is defined at temperature 1 only"):
+        fit(config)
+
+
+def test_auto_checkpointing_counts_the_bytes_of_the_weights_dtype(
+    student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainerConfig(cache="unused", student=str(student))
+    for dtype in (torch.bfloat16, torch.float32):
+        model = load_student(student, dtype=dtype, device=CPU)
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        kept = activation.bytes_per_token(model.config, "none", dtype.itemsize) * config.data.seq_len
+        # Gradients, float32 moments and, of bf16 weights, their low bits come on top of what the layers keep.
+        other = weights * (dtype.itemsize + 8 + (2 if dtype == torch.bfloat16 else 0))
+        for free, expected in ((other + 1.26 * kept, "none"), (other + 1.24 * kept, "keep-matmuls")):
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (int(free), 0))
+            assert _auto_policy(model, config, torch.device("cuda"), dtype) == expected, dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,11 @@ def mm_by_rows(left: Tensor, right: Tensor, out: Tensor, rows: int | None) -> No
     for start in range(0, left.shape[0], rows):
         part = slice(start, start + rows)
         torch.mm(left[part], right, out=out[part])
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """While a Triton kernel starts: Triton takes the current GPU and its stream, where torch's operators take x's own."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.losses.options import LossOptions
+from trainer.losses.products import on_device_of
 
 # The K cached entries of a row are one vector of the kernel; beyond this the torch twin runs.
 MAX_K = 4096
@@ -452,48 +453,50 @@ def loss_and_grad_in_place(
     config = config or DEFAULT_CONFIG
     topk_ids = topk_ids if topk_ids.stride(1) == 1 else topk_ids.contiguous()
     topk_logprobs = topk_logprobs if topk_logprobs.stride(1) == 1 else topk_logprobs.contiguous()
+    bias = None if bias is None else bias.contiguous()  # one column of something wider: the kernel steps by one
     row_stride = logits.stride(0) if n > 1 else max(vocab, logits.stride(0))
     programs = n
     if logits.is_cuda:
         programs = min(n, round(config.programs_per_sm * _multiprocessors(logits.device.index)))
     beta = options.jsd_beta
-    _row_kernel[(programs,)](
-        logits,
-        row_stride,
-        bias,
-        topk_ids,
-        topk_ids.stride(0),
-        topk_logprobs,
-        topk_logprobs.stride(0),
-        tail_logprob.contiguous(),
-        None if labels is None else labels.contiguous(),
-        row_scale.contiguous(),
-        loss,
-        n,
-        vocab,
-        k,
-        options.temperature,
-        options.logit_scale,
-        options.softcap or 0.0,
-        beta,
-        math.log(beta) if 0 < beta < 1 else 0.0,
-        math.log1p(-beta) if 0 < beta < 1 else 0.0,
-        options.ce_weight,
-        options.z_loss,
-        TAIL=_TAIL[options.tail],
-        DIVERGENCE=_DIVERGENCE[options.effective_divergence],
-        HAS_T=k < vocab,
-        HAS_CE=options.ce_weight > 0,
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=options.softcap is not None,
-        HAS_SCALE=options.logit_scale != 1.0,
-        WRITE_GRAD=write_grad,
-        BLOCK_V=min(config.block, triton.next_power_of_2(max(row_stride, 16))),
-        BLOCK_K=triton.next_power_of_2(max(k, 2)),
-        STAGES=config.stages,
-        POLICY=config.store_policy,
-        num_warps=config.num_warps,
-    )
+    with on_device_of(logits):
+        _row_kernel[(programs,)](
+            logits,
+            row_stride,
+            bias,
+            topk_ids,
+            topk_ids.stride(0),
+            topk_logprobs,
+            topk_logprobs.stride(0),
+            tail_logprob.contiguous(),
+            None if labels is None else labels.contiguous(),
+            row_scale.contiguous(),
+            loss,
+            n,
+            vocab,
+            k,
+            options.temperature,
+            options.logit_scale,
+            options.softcap or 0.0,
+            beta,
+            math.log(beta) if 0 < beta < 1 else 0.0,
+            math.log1p(-beta) if 0 < beta < 1 else 0.0,
+            options.ce_weight,
+            options.z_loss,
+            TAIL=_TAIL[options.tail],
+            DIVERGENCE=_DIVERGENCE[options.effective_divergence],
+            HAS_T=k < vocab,
+            HAS_CE=options.ce_weight > 0,
+            HAS_BIAS=bias is not None,
+            HAS_SOFTCAP=options.softcap is not None,
+            HAS_SCALE=options.logit_scale != 1.0,
+            WRITE_GRAD=write_grad,
+            BLOCK_V=min(config.block, triton.next_power_of_2(max(row_stride, 16))),
+            BLOCK_K=triton.next_power_of_2(max(k, 2)),
+            STAGES=config.stages,
+            POLICY=config.store_policy,
+            num_warps=config.num_warps,
+        )
     return loss
 
 

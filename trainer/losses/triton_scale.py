@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.losses.products import on_device_of
+
 
 @triton.jit
 def _scale_kernel(x_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
@@ -26,7 +28,8 @@ def scale_unless_one(x: Tensor, factor: Tensor) -> None:
     block = 16384
     grid = (triton.cdiv(x.numel(), block),)
     if x.numel():
-        _scale_kernel[grid](x, factor.to(torch.float32), x.numel(), BLOCK=block, num_warps=8)
+        with on_device_of(x):
+            _scale_kernel[grid](x, factor.to(torch.float32), x.numel(), BLOCK=block, num_warps=8)
 
 
 @triton.jit
@@ -42,4 +45,5 @@ def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
     block = 8192
     if x.numel():
         grid = (triton.cdiv(x.numel(), block),)
-        _scale_into_kernel[grid](x, factor.to(torch.float32), out, x.numel(), BLOCK=block, num_warps=8)
+        with on_device_of(x):
+            _scale_into_kernel[grid](x, factor.to(torch.float32), out, x.numel(), BLOCK=block, num_warps=8)

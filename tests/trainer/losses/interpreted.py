@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
+import torch
+from torch import Tensor
+
 from tests.trainer.losses.cases import accepted_kd, accepted_with_mix, exact, input_variants, make_case, run
-from trainer.losses import triton_row
+from trainer.losses import TeacherRows, kl_loss, triton_row
 
 # Several full blocks and a ragged one over 101 columns.
 triton_row.DEFAULT_CONFIG = triton_row.LaunchConfig(block=32)
@@ -47,6 +50,26 @@ def shapes() -> float:
     return worst
 
 
+def strided() -> float:
+    """Rows, bias and labels that are columns of something wider."""
+    case = make_case(n=5, with_bias=True)
+    options = {"ce_weight": 0.3}
+
+    def column(x: Tensor) -> Tensor:
+        return torch.stack([x, x.flip(0)], dim=1)[:, 0]
+
+    rows = TeacherRows(
+        case.rows.topk_ids.t().contiguous().t(),
+        case.rows.topk_logprobs.t().contiguous().t(),
+        column(case.rows.tail_logprob),
+    )
+    bias = column(case.bias)  # type: ignore[arg-type]
+    ours = kl_loss(case.hidden, case.head_weight, rows, labels=column(case.labels), bias=bias, chunk_size=3, **options)  # type: ignore[arg-type]
+    error = float((ours - exact(case, options).loss).abs())
+    assert error <= 5e-6, error
+    return error
+
+
 def extreme_logits() -> float:
     """Logits far beyond float32's exponent range around the known offset: the kernel's second way to sum."""
     worst = 0.0
@@ -61,5 +84,8 @@ def extreme_logits() -> float:
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1", "start with TRITON_INTERPRET=1"
-    print(f"combinations {combinations():.1e}, shapes {shapes():.1e}, extreme logits {extreme_logits():.1e} per unit")
+    print(
+        f"combinations {combinations():.1e}, shapes {shapes():.1e}, extreme logits {extreme_logits():.1e} per unit, "
+        f"strided {strided():.1e}"
+    )
     sys.exit(0)

@@ -138,3 +138,11 @@ def test_main_grad_accumulates_in_float32() -> None:
     exact_hidden, exact_head = hidden.detach().float().requires_grad_(), head.detach().float().requires_grad_()
     kl_loss(exact_hidden, exact_head, rows, chunk_size=768).backward()
     assert (head.main_grad - exact_head.grad).norm() <= 5e-3 * exact_head.grad.norm()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_loss_on_another_gpu_than_the_current_one() -> None:
+    for dtype, bar in ((torch.bfloat16, BF16_BAR), (torch.float16, FP16_BAR), (torch.float32, FP32_BAR)):
+        case = make_case(**SHAPE | {"device": "cuda:1"}, dtype=dtype)
+        assert torch.cuda.current_device() == 0
+        assert run(case, {}, chunk_size=40).relative_error(exact(case, {})) <= bar

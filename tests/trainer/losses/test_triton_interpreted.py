@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from trainer.losses.options import LossOptions
 
 
 def test_triton_row_kernel_agrees_with_the_float64_twin_under_the_interpreter() -> None:
@@ -24,3 +30,40 @@ def test_triton_row_kernel_agrees_with_the_float64_twin_under_the_interpreter() 
     )
     assert child.returncode == 0, child.stderr[-3000:]
     print(child.stdout)
+
+
+def test_kernels_start_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the current GPU: a loss on cuda:1 while cuda:0 is current would start on the wrong one."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from trainer.losses import products, triton_row, triton_scale
+
+    events: list[object] = []
+
+    @contextmanager
+    def current(device: object) -> Iterator[None]:
+        events.append(device)
+        yield
+        events.append("back")
+
+    class Kernel:
+        def __getitem__(self, _grid: object) -> Callable[..., None]:
+            return lambda *_args, **_options: events.append("start")
+
+    x, factor = torch.zeros(2, 32), torch.ones(())
+    monkeypatch.setattr(torch.cuda, "device", current)
+    with products.on_device_of(SimpleNamespace(is_cuda=True, device="cuda:1")):  # type: ignore[arg-type]
+        pass
+    assert events == ["cuda:1", "back"]
+    for module, names in ((triton_row, ["_row_kernel"]), (triton_scale, ["_scale_kernel", "_scale_into_kernel"])):
+        monkeypatch.setattr(module, "on_device_of", lambda tensor: current(tensor.device))
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel())
+    rows = (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3), torch.zeros(2))
+    for start in (
+        lambda: triton_row.loss_and_grad_in_place(x, None, *rows, None, torch.ones(2), LossOptions(), True),
+        lambda: triton_scale.scale_unless_one(x, factor),
+        lambda: triton_scale.scale_into(x, factor, x.half()),
+    ):
+        events.clear()
+        start()
+        assert events == [x.device, "start", "back"]
