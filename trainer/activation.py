@@ -113,12 +113,16 @@ def bytes_per_token(config: Any, policy: str, element_size: int = 2) -> int:
     d, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     head = getattr(config, "head_dim", None) or d // config.num_attention_heads
     q, kv = config.num_attention_heads * head, 2 * getattr(config, "num_key_value_heads", 1) * head
+    mlp, mlp_products = 3 * inner, 2 * inner
+    if used := getattr(config, "num_experts_per_tok", None):  # each of them holds copies of a token, in and out
+        inner = getattr(config, "moe_intermediate_size", None) or inner
+        mlp, mlp_products = used * (3 * d + 6 * inner), used * (2 * d + 2 * inner)
     per_layer = {
         "offload": 0,
         "full": d,
         "keep-attention": d + q,
-        "keep-matmuls": d + 2 * q + kv + 2 * d + 2 * inner,
-        "none": 5 * d + 3 * q + 2 * kv + 3 * inner,
+        "keep-matmuls": d + 2 * q + kv + 2 * d + mlp_products,
+        "none": 5 * d + 3 * q + 2 * kv + mlp,
     }[policy]
     return per_layer * config.num_hidden_layers * element_size
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.trainer import runs
+from tests.trainer.test_attention import SMALL, build
 from trainer import activation, adapters, attention, student
 from trainer.config import LoraConfig
 
@@ -80,6 +82,39 @@ def test_what_is_recomputed_drops_what_was_dropped(teacher: Path, policy: str) -
     for tile in (None, 7):  # other tiles draw other numbers: like is compared with like
         plain, found = adapter_gradients(teacher, "none", tile), adapter_gradients(teacher, policy, tile)
         assert (found - plain).norm() <= 1e-5 * plain.norm(), tile
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss"])
+def test_what_a_layer_keeps_is_estimated_within_a_third(name: str) -> None:
+    """Experts too: a token that four of them use is kept four times."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
+    shape = SMALL | heads | {"intermediate_size": 128}
+    experts = {"num_experts_per_tok": 4}
+    config = {
+        "llama": LlamaConfig(**shape),
+        "qwen3-moe": Qwen3MoeConfig(**shape, **experts, num_experts=8, moe_intermediate_size=32),
+        "gpt-oss": GptOssConfig(
+            **shape, **experts, num_local_experts=8, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}
+        ),
+    }[name]
+    model = build(config, attention.NAME)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens, length = 256, 16
+    documents = attention.DocumentLayout((length,) * (tokens // length), "documents", torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        student.hidden_states(model, torch.arange(tokens) % 90 + 3, torch.arange(tokens) % length, documents)
+    measured = sum(storage.nbytes() for storage in kept.values()) / tokens
+    ratio = activation.bytes_per_token(model.config, "none", element_size=4) / measured
+    print(f"{name}: estimate {ratio:.2f} of what was kept")
+    assert 0.67 < ratio < 1.33
 
 
 def test_no_policy_sees_what_ligers_rotation_wrote_in_place() -> None:
