@@ -6,7 +6,9 @@ Exit status: 0 fine, 1 something is wrong with the cache, 2 the command was misu
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -306,16 +308,22 @@ def report(
     to: Annotated[Path, typer.Option("--to", help="Where to write the page.")] = Path("report.html"),
     files: Annotated[int, typer.Option(min=1, help="How many files to take the distributions from.")] = SAMPLE_FILES,
     manifest: ManifestNumber = None,
+    json_: Json = False,
 ) -> None:
     """Write one self-contained HTML page: the teacher, corpora, drops, distributions, bytes by column, throughput.
 
     Example: teachercache report s3://bucket/cache --to report.html
     """
+    if not to.parent.is_dir():  # said before the reading, not after it
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(to))
     cache = opened(url, manifest)
     with progress_bar("reading") as progress:
         page = make_report(cache, sample_files=files, progress=progress)
     to.write_text(page, encoding="utf-8")
-    print(to)
+    if json_:
+        print_json({"report": str(to), "manifest": cache.manifest.number})
+    else:
+        print(to)
 
 
 @app.command()
@@ -327,6 +335,7 @@ def export(
     ] = None,
     manifest: ManifestNumber = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Size of one file.")] = 500,
+    json_: Json = False,
 ) -> None:
     """Write a plain Parquet data set with a Hugging Face data card into a new folder, or register the files in Iceberg.
 
@@ -339,12 +348,19 @@ def export(
     cache = opened(url, manifest)
     if iceberg is not None:
         catalog, _, table = iceberg.partition(":")
-        print(f"{register(cache, catalog, table)} files registered in {iceberg}")
+        registered = register(cache, catalog, table)
+        if json_:
+            print_json({"table": iceberg, "registered": registered, "manifest": cache.manifest.number})
+        else:
+            print(f"{registered} files registered in {iceberg}")
         return
     assert to is not None
     with progress_bar("exporting") as progress:
         written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
-    print(f"{len(written)} files in {to}")
+    if json_:
+        print_json({"files": [str(path) for path in written], "manifest": cache.manifest.number})
+    else:
+        print(f"{len(written)} files in {to}")
 
 
 @app.command()

@@ -283,6 +283,8 @@ def check_columns(columns: Collection[str] | None) -> set[str] | None:
     """The Record fields to read, None = all; UsageError for one that a record does not have."""
     if columns is None:
         return None
+    if isinstance(columns, str):
+        raise UsageError(f"columns must be a collection of names, found the string {columns!r}; write [{columns!r}].")
     if unknown := set(columns) - set(RECORD_FIELDS):
         raise UsageError(f"unknown columns {sorted(unknown)}; a record has {', '.join(RECORD_FIELDS)}.")
     return set(columns)

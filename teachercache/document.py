@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from teachercache.errors import CorruptFile, UnsafeManifest, UnsupportedFormat
+from teachercache.errors import CorruptFile, UnsafeManifest, UnsupportedFormat, UsageError
 from teachercache.spec import FORMAT_VERSION, canonical_json
-from teachercache.store import Store
+from teachercache.store import MAX_JSON_BYTES, Store
 
 M = TypeVar("M", bound=BaseModel)
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"}\n\Z')
@@ -25,8 +25,16 @@ def utc_now() -> str:
 
 
 def seal(model: BaseModel) -> bytes:
-    """Canonical JSON with one more key at its end: `seal`, the sha256 of the bytes without it."""
+    """Canonical JSON with one more key at its end: `seal`, the sha256 of the bytes without it.
+
+    Raises UsageError beyond the bounds that readers check: such an object could never be read, nor replaced.
+    """
     body = canonical_json(model.model_dump(mode="json"))
+    if body.count(b"{") > MAX_OBJECTS or len(body) > MAX_JSON_BYTES - 100:
+        raise UsageError(
+            f"a {type(model).__name__.lower()} of {body.count(b'{'):,} entries and {len(body):,} bytes would pass the limits of "
+            f"{MAX_OBJECTS:,} and {MAX_JSON_BYTES:,}, and no reader would take it; make fewer, larger shards."
+        )
     return body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 

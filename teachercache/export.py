@@ -34,6 +34,7 @@ def export(
         raise UsageError(f"{folder} is not empty; give a new folder to export to.")
     if target_bytes > MAX_FILE_BYTES:
         raise UsageError(f"files of {target_bytes:,} bytes exceed the limit of {MAX_FILE_BYTES:,}.")
+    folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     codec = get_codec("open", cache.spec.top_k, cache.spec.tokenizer.vocab_size)
     types = _meta_types(cache)

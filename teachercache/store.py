@@ -106,7 +106,7 @@ class Store:
                 )
             if not bucket:
                 raise UsageError(f"{url!r} names no bucket; expected s3://bucket/prefix.")
-            options.setdefault("use_listings_cache", False)  # else another process's commits stay hidden
+            options["use_listings_cache"] = False  # whatever was asked for: another process's commits would stay hidden
             options.setdefault("skip_instance_cache", True)
             config = {
                 "connect_timeout": 5,

@@ -63,6 +63,15 @@ def test_ls_lists_the_others_beside_a_cache_of_a_newer_format(cache, run, tmp_pa
     assert "complete" in run("ls", tmp_path)[1]
 
 
+def test_report_and_export_say_in_json_what_they_wrote(cache, run, tmp_path):
+    code, out, _ = run("report", cache, "--to", tmp_path / "page.html", "--json")
+    assert (code, json.loads(out)) == (0, {"report": str(tmp_path / "page.html"), "manifest": 1})
+    code, out, _ = run("export", cache, "--to", tmp_path / "folder", "--json")
+    assert code == 0
+    assert all(Path(path).is_file() for path in json.loads(out)["files"])
+    assert "No such file" in run("report", cache, "--to", tmp_path / "nowhere" / "page.html")[2]
+
+
 def test_ls_files_prints_paths_that_exist(cache, run):
     code, out, _ = run("ls", cache, "--files", "--split", "heldout")
     assert code == 0

@@ -16,6 +16,7 @@ import teachercache
 from teachercache.datafile import DataFile
 from teachercache.doctor import check_gpu, check_store
 from teachercache.errors import MissingObject, StoreDenied, StoreUnsafe, UsageError
+from teachercache.export import export
 from teachercache.gc import collect
 from teachercache.show import head_table
 from teachercache.store import Store
@@ -89,6 +90,11 @@ def test_a_driver_that_hangs_is_a_finding(tmp_path, monkeypatch):
     assert check_gpu().status == "fail"
 
 
+def test_a_listings_cache_is_not_to_be_had():
+    store = Store.open("s3://bucket/x", {"use_listings_cache": True, "key": "x", "secret": "y"})
+    assert store.fs.storage_options["use_listings_cache"] is False
+
+
 # ---- file systems of less than POSIX ---------------------------------------------------------------------------
 
 
@@ -156,6 +162,28 @@ def test_a_file_that_was_collected_is_said_to_be(tmp_path):
     cache.store.delete(cache.files()[0].path)
     with pytest.raises(MissingObject, match="manifest expired and gc removed it"):
         list(cache.records())
+
+
+def test_a_manifest_that_nobody_could_read_is_not_published(tmp_path, monkeypatch):
+    """It would be the newest for ever: no reader, publisher or collector gets past it."""
+    cache = make(tmp_path / "cache")
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    for i in range(4):
+        writer.commit(f"t{i}", synthetic_records(SPEC, 1, seed=i + 5, prefix=f"t{i}"))
+    monkeypatch.setattr("teachercache.document.MAX_OBJECTS", 6)
+    with pytest.raises(UsageError, match="fewer, larger shards"):
+        writer.publish()
+    assert teachercache.open(tmp_path / "cache").manifest == cache.manifest
+
+
+def test_an_empty_cache_is_exported_as_an_empty_data_set(tmp_path):
+    assert export(make(tmp_path / "cache", 0), tmp_path / "folder") == []
+    assert (tmp_path / "folder" / "README.md").exists()
+
+
+def test_columns_given_as_one_string_are_refused_as_that(tmp_path):
+    with pytest.raises(UsageError, match=r"\['doc_id'\]"):
+        list(make(tmp_path / "cache").records(columns="doc_id"))
 
 
 # ---- threads and processes -------------------------------------------------------------------------------------
