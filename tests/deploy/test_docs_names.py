@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,7 +93,10 @@ def test_the_completion_that_a_page_names_completes(tmp_path: Path) -> None:
     """`teachercache --install-completion`, then what a shell asks for."""
     env = dict(os.environ, HOME=str(tmp_path), SHELL="/bin/bash")
     program = str(Path(sys.executable).with_name("teachercache"))
-    subprocess.run([program, "--install-completion", "bash"], env=env, check=True, capture_output=True)
+    # Typer takes the nearest shell among its parents, which under make is sh; `exit` keeps bash from becoming the program.
+    typed = ["bash", "-c", f"{shlex.quote(program)} --install-completion; exit $?"]
+    done = subprocess.run(typed, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "teachercache" in (tmp_path / ".bashrc").read_text()
     asked = env | {"COMP_WORDS": "teachercache ver", "COMP_CWORD": "1", "_TEACHERCACHE_COMPLETE": "complete_bash"}
     done = subprocess.run([program], env=asked, capture_output=True, text=True)
