@@ -124,10 +124,8 @@ class Cache:
         wanted = check_columns(columns)
         left = float("inf") if limit is None else limit
         for entry in self.files(split, source):
-            with (
-                self.open_file(entry) as file,
-                ThreadPoolExecutor(1) as ahead,
-            ):  # the thread ends before its file closes
+            # In this order: the thread ends before its file closes.
+            with self.open_file(entry) as file, ThreadPoolExecutor(1) as ahead:
                 waiting = None
                 for i in range(file.num_groups):
                     block = file.read_group(i, wanted) if waiting is None else waiting.result()

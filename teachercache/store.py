@@ -392,9 +392,8 @@ class Store:
         if isinstance(error, OSError):
             return StoreUnavailable(f"{self.url}/{path}: {error.strerror or code}.")
         if type(error).__module__.startswith("botocore.") or str(error).startswith("Invalid endpoint"):
-            said = " ".join(str(error).split())[
-                :200
-            ]  # before any request: a profile, region, bucket's name or endpoint
+            # Raised before any request: a profile, region, bucket's name or endpoint.
+            said = " ".join(str(error).split())[:200]
             return UsageError(
                 f"{self.url} cannot be reached with these settings ({type(error).__name__}: {said}); check AWS_PROFILE, "
                 "AWS_ENDPOINT_URL (http://host:port) and the bucket's name."
