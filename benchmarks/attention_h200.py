@@ -20,8 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.attention import KINDS, DocumentLayout, document_attention, sdpa_causal
 from trainer.bench.loss import machine
+from trainer.model.attention import (
+    KINDS,
+    DocumentLayout,
+    document_attention,
+    sdpa_causal,
+)
 
 
 def timed(function: Callable[[], object], device: torch.device, repeats: int, inner: int = 10) -> float:

@@ -27,9 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import teachercache
-from teachercache.codec import Block, get_codec
-from teachercache.codec.open import _LEAF, OpenCodec
-from teachercache.record import Record, check_record
+from teachercache.format.record import Record, check_record
+from teachercache.parquet.codecs import Block, get_codec
+from teachercache.parquet.open import _LEAF, OpenCodec
 
 IDS = f"topk_ids.{_LEAF}.{_LEAF}"
 LOGPROBS = f"topk_logprobs.{_LEAF}.{_LEAF}"

@@ -20,8 +20,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.bench.loss import HEADS, Case, machine, make_case, measure, methods, run_benchmark, time_ms
-from trainer.losses import kl_loss, triton_row
+from trainer.bench.loss import (
+    HEADS,
+    Case,
+    machine,
+    make_case,
+    measure,
+    methods,
+    run_benchmark,
+    time_ms,
+)
+from trainer.losses import kl_loss, row_triton
 from trainer.losses import products as product_settings
 from trainer.losses.options import LossOptions
 from trainer.losses.products import mm_by_rows, weight_grad
@@ -68,10 +77,10 @@ def row_kernel() -> Any:
     copy_ms = bench(lambda: logits.copy_(source))
     say(f"copy of the same bytes: {copy_ms:.3f} ms = {2 * n * v * 2 / copy_ms / 1e9:.2f} TB/s")
     for numbers in CONFIGS:
-        config = triton_row.LaunchConfig(*numbers)
+        config = row_triton.LaunchConfig(*numbers)
 
-        def call(config: triton_row.LaunchConfig = config) -> None:
-            triton_row.loss_and_grad_in_place(
+        def call(config: row_triton.LaunchConfig = config) -> None:
+            row_triton.loss_and_grad_in_place(
                 logits,
                 None,
                 rows.topk_ids,
@@ -96,7 +105,7 @@ def row_kernel_in_loss() -> Any:
     """The whole loss by the row kernel's configuration: alone, the kernel runs at a higher clock than among products."""
     case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
     found = {}
-    default = triton_row.DEFAULT_CONFIG
+    default = row_triton.DEFAULT_CONFIG
     for numbers in (
         (8192, 8, 2, 4, "evict_first"),
         (8192, 8, 2, 4, ""),
@@ -107,11 +116,11 @@ def row_kernel_in_loss() -> Any:
         (16384, 32, 1, 1, "evict_first"),
         (8192, 8, 2, 4, "evict_first"),
     ):
-        triton_row.DEFAULT_CONFIG = triton_row.LaunchConfig(*numbers)
+        row_triton.DEFAULT_CONFIG = row_triton.LaunchConfig(*numbers)
         result = measure("fused", fused(3072), case, 8)
         found[str(numbers)] = result
         say(f"{numbers}: {result[0]:.1f} ms")
-    triton_row.DEFAULT_CONFIG = default
+    row_triton.DEFAULT_CONFIG = default
     return found
 
 
@@ -253,7 +262,7 @@ def cheaper_row_kernel() -> Any:
     The results are garbage and the values differ from a gradient's, which moves power and so the clock by a little.
     """
     case = make_case(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
-    real = triton_row.loss_and_grad_in_place
+    real = row_triton.loss_and_grad_in_place
 
     def nothing(logits: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.empty(logits.shape[0], device=DEVICE)
@@ -270,11 +279,11 @@ def cheaper_row_kernel() -> Any:
             ("real", real),
             ("one pass again", one_pass),
         ):
-            triton_row.loss_and_grad_in_place = kernel
+            row_triton.loss_and_grad_in_place = kernel
             found[name] = measure(name, fused(3072), case, 8)
             say(f"row kernel = {name}: {found[name][0]:.1f} ms")
     finally:
-        triton_row.loss_and_grad_in_place = real
+        row_triton.loss_and_grad_in_place = real
     return found
 
 
@@ -381,7 +390,7 @@ def overlap() -> Any:
             torch.mm(hidden[part], head.t(), out=buffer)
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                triton_row.loss_and_grad_in_place(
+                row_triton.loss_and_grad_in_place(
                     buffer,
                     None,
                     rows.topk_ids[part],

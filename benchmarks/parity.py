@@ -39,19 +39,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import teachercache
 from teachercache.fingerprint import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
-from teachercache.record import Record
-from teachercache.spec import CacheSpec, TeacherSpec
-from teachercache.synthetic import synthetic_spec
-from trainer import student
-from trainer.attention import NAME, DocumentLayout
+from teachercache.format.record import Record
+from teachercache.format.spec import CacheSpec, TeacherSpec
+from teachercache.testing import synthetic_spec
 from trainer.bench.loss import machine
 from trainer.config import TrainerConfig
-from trainer.data import PackedCache, PackedSequence
+from trainer.data.dataset import PackedCache, PackedSequence
 from trainer.evaluate import evaluate
 from trainer.losses import TeacherRows
+from trainer.model import student
+from trainer.model.attention import NAME, DocumentLayout
+from trainer.model.student import init_student
 from trainer.optim import build_optimizer, lr_factor
 from trainer.step import Step
-from trainer.student import init_student
 
 TAILS = ("bucket", "none", "renormalize")
 ALL_RUNS = (

@@ -65,10 +65,10 @@ def main() -> int:
 
     import teachercache
     from pipeline.config import parse_job
-    from pipeline.identity import build_spec
-    from pipeline.plan import make_plan
-    from pipeline.teachers.vllm import VllmTeacher
-    from pipeline.worker import ShardTask, ShardWorker
+    from pipeline.planning.identity import build_spec
+    from pipeline.planning.plan import make_plan
+    from pipeline.running.worker import ShardTask, ShardWorker
+    from pipeline.teachers.vllm_teacher import VllmTeacher
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline_simulation.py [--shards 100000] [--actors 1000]
 
-The driver's own code runs (pipeline/driver.py) against a pool of simulated actors and a simulated store in virtual
+The driver's own code runs (pipeline/running/driver.py) against a pool of simulated actors and a simulated store in virtual
 time: a shard takes 90 s ± 30 %, 1 % of the attempts fail and 0.1 % of the actors die under them, listings cost 100 ms a
 page of 1,000 keys.  Measured in real time: receipts handled a second of the driver's CPU, peak memory, and the time to
 resume a half-done job with the simulated listing added.  Results: benchmarks/results/pipeline_simulation.json.
@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pipeline.config import RunConfig  # noqa: E402
-from pipeline.driver import Driver  # noqa: E402
-from pipeline.pool import Failed, Finished, PoolState  # noqa: E402
-from pipeline.worker import Receipt, ShardTask  # noqa: E402
+from pipeline.running.driver import Driver  # noqa: E402
+from pipeline.running.inline_pool import Failed, Finished, PoolState  # noqa: E402
+from pipeline.running.worker import Receipt, ShardTask  # noqa: E402
 from teachercache import PlanShard  # noqa: E402
 
 PAGE, PAGE_S = 1_000, 0.1  # keys of one S3 listing page, seconds for it

@@ -37,7 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import attention_h200
 from trainer import optim
 from trainer.bench.loss import machine
-from trainer.bench.step import Bench, Case, Result, synthetic_sequence
+from trainer.bench.step import (
+    Bench,
+    Case,
+    Result,
+    synthetic_sequence,
+)
 from trainer.flops import measured_matmul_rate
 from trainer.step import Step
 

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import teachercache
-from teachercache import layout
-from teachercache.document import seal
-from teachercache.synthetic import synthetic_record, synthetic_spec
+from teachercache.format import layout
+from teachercache.format.sealed import seal
+from teachercache.testing import synthetic_record, synthetic_spec
 from tests.servers import serve
 
 DOCUMENT = 1024

@@ -35,15 +35,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import teachercache
-from teachercache.record import Record
-from teachercache.spec import CacheSpec
-from teachercache.synthetic import synthetic_record, synthetic_spec
-from trainer import activation
-from trainer.attention import DocumentLayout, choose_kind
+from teachercache.format.record import Record
+from teachercache.format.spec import CacheSpec
+from teachercache.testing import synthetic_record, synthetic_spec
 from trainer.bench.loss import machine
 from trainer.bench.step import SHAPES, Bench
-from trainer.data import PackedCache, Prefetcher
+from trainer.data.dataset import PackedCache, Prefetcher
 from trainer.flops import step_flops
+from trainer.model import activation
+from trainer.model.attention import DocumentLayout, choose_kind
 from trainer.step import Step
 
 

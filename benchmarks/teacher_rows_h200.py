@@ -8,9 +8,9 @@ One process, one engine, K = 100, float32 head.  Paths:
     plain            prefill alone: no log-probabilities are asked for
     dictionaries     vLLM's default prompt log-probabilities (fewer documents: it is ten times slower)
     flat             flat_logprobs, detokenize=False
-    raw              the front end keeps the engine's tensors (pipeline/teachers/raw.py)
+    raw              the front end keeps the engine's tensors (pipeline/teachers/raw_tensors.py)
     raw + gathered   tensor-parallel only: the worker's own top-K over logits that vLLM has gathered on every rank
-    raw + worker     the worker's own top-K as well (pipeline/teachers/topk.py; over several GPUs shards.py)
+    raw + worker     the worker's own top-K as well (pipeline/teachers/topk.py; over several GPUs vocab_parallel.py)
     pipeline         the shard function without Ray: Parquet in, rows encoded, uploaded to a local S3 server, committed
 Rates are tokens of input per second of wall time from the first submission to the last result (pipeline: to the last
 commit), after one warm-up round of each path.  Over several GPUs a measurement takes as many times the documents, so that
@@ -173,7 +173,7 @@ def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, floa
 
 def check_worker_rows(teacher: Any, ids: np.ndarray, before: Any) -> dict[str, float]:
     """Rows by the worker's top-K against vLLM's own rows of the same document."""
-    from pipeline.canary import largest_drift
+    from pipeline.teachers.canary import largest_drift
 
     after = teacher.score([ids])[0].rows
     shared = np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in zip(before.topk_ids, after.topk_ids, strict=True)])
@@ -188,8 +188,8 @@ def run_pipeline(
     import pyarrow.parquet as pq
 
     import teachercache
-    from pipeline.plan import make_plan
-    from pipeline.worker import ShardTask, ShardWorker
+    from pipeline.planning.plan import make_plan
+    from pipeline.running.worker import ShardTask, ShardWorker
 
     rng = np.random.default_rng(1)
     for i in range(shards + 1):
@@ -258,8 +258,13 @@ def main() -> int:
     options.shards *= options.tensor_parallel
 
     from pipeline.config import parse_job
-    from pipeline.teachers.vllm import VllmTeacher
-    from teachercache import CacheSpec, TeacherSpec, fingerprint_config, fingerprint_tokenizer
+    from pipeline.teachers.vllm_teacher import VllmTeacher
+    from teachercache import (
+        CacheSpec,
+        TeacherSpec,
+        fingerprint_config,
+        fingerprint_tokenizer,
+    )
 
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         scratch = Path(name)

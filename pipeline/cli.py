@@ -50,9 +50,9 @@ def plan(
 
     Example: python -m pipeline plan job.yaml --rate 36500 --show 2
     """
-    from pipeline.job import prepare
-    from pipeline.progress import show_plan
-    from pipeline.status import measured_rate
+    from pipeline.running.job import prepare
+    from pipeline.watching.progress import show_plan
+    from pipeline.watching.status import measured_rate
 
     config = load_job(job, overrides)
     prepared = prepare(config)
@@ -84,7 +84,7 @@ def plan(
         show_plan(console, prepared.planned, rate or measured_rate(config.cache), gpus)
         console.print(f"plan {prepared.planned.plan.digest[:16]} for cache {config.cache}")
     if show:
-        from pipeline.preview import show_documents
+        from pipeline.watching.preview import show_documents
 
         show_documents(console, prepared, show)
 
@@ -100,9 +100,9 @@ def run(
 
     Example: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
     """
-    from pipeline.job import Prepared, run_job
-    from pipeline.job_metrics import beside
-    from pipeline.progress import Progress, human, show_outcome
+    from pipeline.running.job import Prepared, run_job
+    from pipeline.watching.job_metrics import beside
+    from pipeline.watching.progress import Progress, human, show_outcome
 
     config = load_job(job, overrides)
     console = _consoles(as_json)
@@ -179,7 +179,7 @@ def status(
 
     Example: python -m pipeline status s3://bucket/cache --watch 30
     """
-    from pipeline.status import read_status, show_status
+    from pipeline.watching.status import read_status, show_status
 
     url = _cache_of(target, overrides)
     console = _consoles(as_json)
@@ -206,7 +206,7 @@ def quarantine(
 
     Example: python -m pipeline quarantine s3://bucket/cache
     """
-    from pipeline.status import read_quarantine
+    from pipeline.watching.status import read_quarantine
 
     url = _cache_of(target, overrides)
     entries = read_quarantine(url)
@@ -241,7 +241,7 @@ def doctor(
 
     Example: python -m pipeline doctor job.yaml
     """
-    from pipeline.doctor import examine_pipeline
+    from pipeline.watching.doctor import examine_pipeline
     from teachercache import doctor as common
 
     findings = examine_pipeline(_cache_of(target, overrides) if target else None, write=not read_only)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from teachercache import configfile
-from teachercache.record import NAME
+from teachercache.format.record import NAME
 
 _NAME = f"^{NAME.pattern}$"  # sources and splits stand in object names
 
@@ -330,7 +330,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None) -> JobConfig:
 def canonical_json(value: Any) -> str:
     """One spelling per value, for digests of recipes and conversations.
 
-    ASCII, where teachercache.spec.canonical_json is UTF-8: a conversation may hold half of a surrogate pair, which UTF-8
+    ASCII, where teachercache.format.spec.canonical_json is UTF-8: a conversation may hold half of a surrogate pair, which UTF-8
     cannot spell.  The two give other digests for any text beyond ASCII, so neither can take the other's place.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -5,15 +5,20 @@ Never imports ray, vllm or torch.
 """
 
 from teachercache import errors
-from teachercache.commit import Commit, CommitResult
 from teachercache.fingerprint import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
-from teachercache.manifest import Manifest
-from teachercache.plan import Plan, PlanShard, Quarantine
-from teachercache.reader import Cache, open
-from teachercache.record import Record, check_record, content_key, tail_from_logprobs
-from teachercache.spec import CacheSpec, TeacherSpec, TokenizerSpec
-from teachercache.store import Store
-from teachercache.writer import CacheWriter, create
+from teachercache.format.objects import Plan, PlanShard, Quarantine
+from teachercache.format.record import (
+    Record,
+    check_record,
+    content_key,
+    tail_from_logprobs,
+)
+from teachercache.format.spec import CacheSpec, TeacherSpec, TokenizerSpec
+from teachercache.read.cache import Cache, open
+from teachercache.store.store import Store
+from teachercache.write.attempt import Commit, CommitResult
+from teachercache.write.publish import Manifest
+from teachercache.write.writer import CacheWriter, create
 
 __version__ = "0.1.0"
 __all__ = [

@@ -23,9 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from teachercache import layout, show
-from teachercache.codec import CODECS
-from teachercache.commit import GRACE_SECONDS
 from teachercache.errors import (
     CorruptFile,
     MissingObject,
@@ -35,18 +32,22 @@ from teachercache.errors import (
     UnsupportedFormat,
     UsageError,
 )
-from teachercache.export import export as run_export
-from teachercache.gc import collect
+from teachercache.format import layout
 from teachercache.iceberg import register
-from teachercache.manifest import load_manifest, manifest_numbers
-from teachercache.optimize import optimize as run_optimize
-from teachercache.reader import Cache, IncompleteCacheWarning, load_spec
-from teachercache.reader import open as open_cache
-from teachercache.report import SAMPLE_FILES
-from teachercache.report import report as make_report
-from teachercache.store import Store
-from teachercache.verify import verify as run_verify
-from teachercache.writer import CacheWriter
+from teachercache.parquet.codecs import CODECS
+from teachercache.read.cache import Cache, IncompleteCacheWarning, load_spec
+from teachercache.read.cache import open as open_cache
+from teachercache.store.store import Store
+from teachercache.upkeep.gc import collect
+from teachercache.upkeep.optimize import optimize as run_optimize
+from teachercache.upkeep.verify import verify as run_verify
+from teachercache.views import show
+from teachercache.views.export import export as run_export
+from teachercache.views.report import SAMPLE_FILES
+from teachercache.views.report import report as make_report
+from teachercache.write.attempt import GRACE_SECONDS
+from teachercache.write.publish import load_manifest, manifest_numbers
+from teachercache.write.writer import CacheWriter
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -292,7 +293,12 @@ def doctor(
 
     Example: teachercache doctor s3://bucket/cache     Ray and vLLM: python -m pipeline doctor
     """
-    from teachercache.doctor import as_json, examine, print_findings, verdict
+    from teachercache.doctor import (
+        as_json,
+        examine,
+        print_findings,
+        verdict,
+    )
 
     findings = examine(url, write=not read_only)
     if json_:

@@ -22,9 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from teachercache import layout
 from teachercache.errors import StoreDenied, StoreUnavailable, TeacherCacheError
-from teachercache.store import Store
+from teachercache.format import layout
+from teachercache.store.store import Store
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB = 2**30

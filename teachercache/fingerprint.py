@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from teachercache.errors import UsageError
-from teachercache.spec import TokenizerSpec, json_digest
+from teachercache.format.spec import TokenizerSpec, json_digest
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "consolidated*.pth")
 # Written by whoever saved the folder; no effect on a log-probability. dtype stands in the spec by itself.

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from teachercache.errors import UsageError
-from teachercache.reader import Cache
+from teachercache.read.cache import Cache
 
 
 def register(cache: Cache, catalog: str, table: str) -> int:

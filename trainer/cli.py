@@ -39,7 +39,7 @@ def fit(config_file: ConfigFile, overrides: Overrides = None, as_json: Json = Fa
     """
     config = load_config(config_file, overrides or [])
     _quiet()
-    from trainer.loop import fit as run_fit
+    from trainer.fit import fit as run_fit
 
     _print(run_fit(config), as_json, "fit")
 
@@ -81,7 +81,7 @@ def init_student(
     """
     _quiet()
     from trainer.hub import model_folder
-    from trainer.student import init_student as cut
+    from trainer.model.student import init_student as cut
 
     _print(cut(model_folder(teacher), out, layers=layers, mlp=mlp), as_json, "init-student")
 

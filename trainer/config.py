@@ -122,9 +122,9 @@ class TrainConfig(Section):
     autocast: Literal["none", "bfloat16"] = "none"
     """Keep the weights as `dtype` and run the matrix products in bfloat16 (pays on CPUs with AVX512-BF16 or AMX)."""
     attention: Literal["auto", "documents", "varlen", "flex", "mixed", "plain"] = "auto"
-    """How documents are kept apart; see trainer/attention.py."""
+    """How documents are kept apart; see trainer/model/attention.py."""
     checkpointing: Literal["auto", "none", "full", "keep-attention", "keep-matmuls", "offload"] = "auto"
-    """What the backward pass recomputes; see trainer/activation.py."""
+    """What the backward pass recomputes; see trainer/model/activation.py."""
     liger: Literal["auto", "on", "off"] = "auto"
     """Fused norms, rotary embeddings and SwiGLU from liger-kernel (auto: on a GPU where installed, without compile)."""
     compile: bool = False

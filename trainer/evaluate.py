@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from teachercache.errors import TeacherCacheError
-from trainer import student
-from trainer.attention import DocumentLayout
-from trainer.data import NO_LABEL, PackedCache, PackedSequence
+from trainer.data.dataset import NO_LABEL, PackedCache, PackedSequence
 from trainer.losses import TeacherRows
+from trainer.model import student
+from trainer.model.attention import DocumentLayout
+from trainer.model.types import Model
 from trainer.step import autocast, row_logits
-from trainer.types import Model
 
 ECE_BINS = 15
 

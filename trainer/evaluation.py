@@ -9,12 +9,17 @@ from typing import Any
 import torch
 
 from teachercache.errors import TeacherCacheError, UsageError
-from trainer import student
-from trainer.attention import DocumentLayout
 from trainer.checkpoint import resolve_model_folder
 from trainer.config import TrainerConfig
 from trainer.evaluate import evaluate, heldout_sequences
-from trainer.loop import choose_attention, choose_device, load_teacher, open_cache
+from trainer.fit import (
+    choose_attention,
+    choose_device,
+    load_teacher,
+    open_cache,
+)
+from trainer.model import student
+from trainer.model.attention import DocumentLayout
 from trainer.step import autocast
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from trainer import student
-from trainer.types import Model
+from trainer.model import student
+from trainer.model.types import Model
 
 
 def matmul_parameters(model: Model) -> int:

@@ -25,7 +25,7 @@ import torch
 
 from teachercache.errors import UsageError
 from trainer.config import OptimConfig
-from trainer.types import Model
+from trainer.model.types import Model
 
 
 def lr_factor(config: OptimConfig, step: int, progress: float) -> float:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from teachercache.errors import TeacherCacheError
-from trainer import student
-from trainer.attention import DocumentLayout
 from trainer.config import LossConfig, TrainerConfig
-from trainer.data import NO_LABEL, PackedSequence
+from trainer.data.dataset import NO_LABEL, PackedSequence
 from trainer.losses import TeacherRows, kl_loss, online_kl_loss
+from trainer.model import student
+from trainer.model.attention import DocumentLayout
+from trainer.model.types import Model
 from trainer.optim import apply_step, clear_gradients, gradient_norm
-from trainer.types import Model
 
 
 class TrainingDiverged(TeacherCacheError):

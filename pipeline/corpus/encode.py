@@ -14,7 +14,12 @@ from tokenizers import Tokenizer
 
 from pipeline.config import JobConfig
 from pipeline.corpus.documents import Document, Dropped
-from pipeline.corpus.templates import Render, assistant_spans, end_markers, make_renderer
+from pipeline.corpus.templates import (
+    Render,
+    assistant_spans,
+    end_markers,
+    make_renderer,
+)
 from pipeline.corpus.windows import resolved, spans
 from teachercache import TokenizerSpec, fingerprint_tokenizer
 from teachercache.errors import UsageError

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.config import GenerateConfig
 from teachercache.errors import TeacherCacheError
-from teachercache.record import tail_from_logprobs
+from teachercache.format.record import tail_from_logprobs
 
 
 class RowsInvalid(TeacherCacheError):

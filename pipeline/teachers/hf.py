@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import Batch, Generated, Prompt, RowsInvalid, Scored, Teacher, rows_from_columns
+from pipeline.teachers.base import (
+    Batch,
+    Generated,
+    Prompt,
+    RowsInvalid,
+    Scored,
+    Teacher,
+    rows_from_columns,
+)
 from teachercache.errors import UsageError
 
 

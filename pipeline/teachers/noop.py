@@ -18,7 +18,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import Batch, EngineDied, Generated, Prompt, RowsInvalid, Scored, Teacher, rows_from_columns
+from pipeline.teachers.base import (
+    Batch,
+    EngineDied,
+    Generated,
+    Prompt,
+    RowsInvalid,
+    Scored,
+    Teacher,
+    rows_from_columns,
+)
 
 
 def expected_columns(input_ids: np.ndarray, top_k: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

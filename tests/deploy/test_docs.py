@@ -28,7 +28,7 @@ import yaml
 import teachercache
 from benchmarks import sizing
 from pipeline.config import load_job, parse_job
-from pipeline.job import run_job
+from pipeline.running.job import run_job
 from tests.deploy.manifests import DEPLOY, ROOT, problems
 from tests.deploy.markdown import RUNNERS, Block, anchor, blocks, headings, links
 from tests.deploy.small import job_tree, make_corpus, write_job

@@ -11,9 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.doctor import check_ray, check_torch, check_vllm, child
+from pipeline.watching.doctor import (
+    check_ray,
+    check_torch,
+    check_vllm,
+    child,
+)
 from teachercache import doctor
-from teachercache.doctor import FAIL, OK, WARN, Finding
+from teachercache.doctor import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+)
 from tests.deploy.manifests import ROOT
 
 
@@ -48,7 +58,7 @@ def test_a_store_that_does_not_answer_fails_and_names_the_endpoint(monkeypatch) 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "doctor-test-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "doctor-test-secret")
-    monkeypatch.setattr("teachercache.store.TRIES", 1)  # patience is tested elsewhere
+    monkeypatch.setattr("teachercache.store.store.TRIES", 1)  # patience is tested elsewhere
     (finding,) = doctor.check_store("s3://bucket/cache")
     assert finding.status == FAIL
     assert "127.0.0.1:9" in finding.found

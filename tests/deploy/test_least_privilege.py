@@ -15,9 +15,9 @@ import pytest
 
 import teachercache
 from pipeline.config import parse_job
-from pipeline.job import run_job
+from pipeline.running.job import run_job
 from teachercache.errors import StoreDenied
-from teachercache.gc import collect
+from teachercache.upkeep.gc import collect
 from tests.deploy.manifests import DEPLOY
 from tests.deploy.small import job_tree, make_corpus, make_tokenizer
 from tests.servers import serve

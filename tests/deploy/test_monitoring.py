@@ -83,8 +83,8 @@ def expressions() -> list[str]:
 
 def exported() -> set[str]:
     """Names as Prometheus sees them: Ray puts `ray_` before, and `_total` after counters."""
-    from pipeline.job_metrics import JOB_GAUGES
-    from pipeline.metrics import COUNTERS, GAUGES
+    from pipeline.watching.job_metrics import JOB_GAUGES
+    from pipeline.watching.metrics import COUNTERS, GAUGES
 
     return {f"ray_{name}_total" for name in COUNTERS} | {f"ray_{name}" for name in (*GAUGES, *JOB_GAUGES)}
 

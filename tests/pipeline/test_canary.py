@@ -7,10 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.canary import TEXTS, CanaryFailed, check_teacher, largest_drift, mean_drift
 from pipeline.config import TeacherConfig, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.teachers.base import TeacherRows, rows_from_columns
+from pipeline.teachers.canary import (
+    TEXTS,
+    CanaryFailed,
+    check_teacher,
+    largest_drift,
+    mean_drift,
+)
 from pipeline.teachers.noop import NoopTeacher, expected_columns
 
 K, VOCAB = 20, 300
@@ -76,7 +82,7 @@ def test_bfloat16_of_a_real_model_is_noise_and_a_wrong_layer_is_not():
     if not (model / "model.safetensors").exists():
         pytest.skip(f"{model} is not there; `make model` makes it")
     torch = pytest.importorskip("torch")
-    from pipeline.canary import REFERENCE
+    from pipeline.teachers.canary import REFERENCE
     from pipeline.teachers.hf import HfTeacher
 
     job = parse_job(

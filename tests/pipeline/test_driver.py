@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.driver import Driver
-from pipeline.pool import Failed, Finished, PoolState
-from pipeline.worker import Receipt, ShardTask
+from pipeline.running.driver import Driver
+from pipeline.running.inline_pool import Failed, Finished, PoolState
+from pipeline.running.worker import Receipt, ShardTask
 from teachercache import PlanShard
 from teachercache.errors import StoreUnavailable, UsageError
 

@@ -12,7 +12,7 @@ import pytest
 from pipeline.config import TeacherConfig, parse_job
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder, Tokens, Window
-from pipeline.engine_loop import EngineLoop
+from pipeline.running.engine_loop import EngineLoop
 from pipeline.teachers.base import EngineDied
 from pipeline.teachers.noop import NoopTeacher
 from teachercache import fingerprint_tokenizer

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from pipeline.config import TeacherConfig  # noqa: E402
-from pipeline.teachers import raw  # noqa: E402
+from pipeline.teachers import raw_tensors  # noqa: E402
 from pipeline.teachers.base import RowsInvalid, rows_from_columns  # noqa: E402
 
 K, N, VOCAB = 20, 37, 500
@@ -43,7 +43,7 @@ def through_front_end(prompt, last, *, fast: bool, flat: bool = True):
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    extra = {"extra_args": {raw.FLAG: True}} if fast else {}
+    extra = {"extra_args": {raw_tensors.FLAG: True}} if fast else {}
     sampling = SamplingParams(
         prompt_logprobs=K, logprobs=K, max_tokens=1, detokenize=False, flat_logprobs=flat, **extra
     )
@@ -62,11 +62,11 @@ def through_front_end(prompt, last, *, fast: bool, flat: bool = True):
 @pytest.fixture(scope="module")
 def teacher():
     """A VllmTeacher that has everything but an engine."""
-    from pipeline.teachers.vllm import VllmTeacher
+    from pipeline.teachers.vllm_teacher import VllmTeacher
 
-    assert raw.unsupported() is None
-    raw.install()
-    raw.install()  # twice is once
+    assert raw_tensors.unsupported() is None
+    raw_tensors.install()
+    raw_tensors.install()  # twice is once
     made = VllmTeacher.__new__(VllmTeacher)
     made.top_k, made.vocab_size = K, VOCAB
     made._config = TeacherConfig(model="unused", top_k=K)
@@ -78,7 +78,7 @@ def test_fast_and_public_front_end_agree_bit_for_bit(teacher, chunks):
     for seed in range(5):
         input_ids, prompt, last = recorded_output(seed, chunks)
         fast_output = through_front_end(prompt, last, fast=True)
-        assert isinstance(fast_output.prompt_logprobs, raw.RawRows)
+        assert isinstance(fast_output.prompt_logprobs, raw_tensors.RawRows)
         fast = teacher.columns(fast_output)
         public = teacher.columns(through_front_end(prompt, last, fast=False))
         np.testing.assert_array_equal(fast[0], public[0])

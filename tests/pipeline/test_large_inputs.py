@@ -15,17 +15,17 @@ import pytest
 import zstandard
 
 import pipeline.corpus.readers as readers
-import pipeline.dedup
-import pipeline.plan
+import pipeline.planning.dedup
+import pipeline.planning.plan
 import teachercache
 from pipeline.config import CorpusConfig, load_job, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.inputs import fingerprint
 from pipeline.corpus.readers import OPEN_END, read_documents
-from pipeline.job import run_job
-from pipeline.plan import make_plan, sample_density
-from pipeline.raypool import RayPool
-from pipeline.worker import ShardTask
+from pipeline.planning.plan import make_plan, sample_density
+from pipeline.running.job import run_job
+from pipeline.running.ray_pool import RayPool
+from pipeline.running.worker import ShardTask
 from teachercache import PlanShard
 from teachercache.errors import UsageError
 from tests.pipeline.conftest import documents, write_jsonl
@@ -45,7 +45,7 @@ def compressed(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_large_compressed_files_are_cut_and_give_each_document_once(job_file, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(pipeline.plan, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
     path = job_file(tmp_path / "cache", [compressed(tmp_path, kind)], run={"shard_bytes": 4000})
     job = load_job(path)
     shards = make_plan(job, Encoder(job, job.teacher.model), "0" * 64).plan.shards
@@ -60,7 +60,7 @@ def test_large_compressed_files_are_cut_and_give_each_document_once(job_file, tm
 
 @pytest.mark.parametrize("kind", ["gz", "parquet"])
 def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(pipeline.plan, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
     docs = [{"id": f"d{i}", "text": f"text {i % 150} " * 5} for i in range(200)]
     path = tmp_path / f"a.{'jsonl.gz' if kind == 'gz' else kind}"
     if kind == "gz":
@@ -68,8 +68,8 @@ def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, mon
     else:
         pq.write_table(pa.Table.from_pylist(docs), path, row_group_size=30)
     opened: list[tuple[int, int]] = []
-    read = pipeline.dedup.read_documents
-    monkeypatch.setattr(pipeline.dedup, "read_documents", lambda *a: opened.append(a[2:4]) or read(*a))
+    read = pipeline.planning.dedup.read_documents
+    monkeypatch.setattr(pipeline.planning.dedup, "read_documents", lambda *a: opened.append(a[2:4]) or read(*a))
     recipe = {"filters": {"dedup": "corpus"}}
     result = run_job(load_job(job_file(tmp_path / "cache", [path], recipe=recipe, run={"shard_bytes": 1000})))
     assert len(opened) == 1
@@ -80,7 +80,7 @@ def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, mon
 
 
 def test_a_cut_has_few_enough_ranges_to_be_worth_decompressing_up_to_each(job_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline.plan, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
     job = load_job(job_file(tmp_path / "cache", [compressed(tmp_path, "gz")], run={"shard_bytes": 1}))
     assert len(make_plan(job, Encoder(job, job.teacher.model), "0" * 64).plan.shards) <= 65
 
@@ -192,7 +192,7 @@ def put(url: str, data: bytes) -> str:
 def test_every_form_of_input_is_read_from_a_store(job_file, tmp_path, s3_url, monkeypatch, split):
     """Plain, gz and zst lines, text and Parquet with list columns; whole and cut."""
     if split:
-        monkeypatch.setattr(pipeline.plan, "CUT_COMPRESSED_ABOVE", 0)
+        monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
     docs = documents(120)
     plain = ["".join(json.dumps(d) + "\n" for d in docs[i : i + 20]).encode() for i in range(0, 60, 20)]
     table = pa.table({"id": [d["id"] for d in docs[60:]], "ids": [list(d["text"].encode()) for d in docs[60:]]})

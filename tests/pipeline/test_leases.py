@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from pipeline.leases import StoreLeases
+from pipeline.running.leases import StoreLeases
 from teachercache import Store
 from tests.pipeline.conftest import documents, pipeline, write_jsonl
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import teachercache
 from pipeline.config import load_job
-from pipeline.job import run_job
+from pipeline.running.job import run_job
 from teachercache.errors import UsageError
 from tests.pipeline.conftest import documents, pipeline, verify, write_jsonl
 

@@ -16,8 +16,8 @@ import pytest
 from pipeline.config import load_job, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.readers import read_documents
-from pipeline.job import prepare, run_job
-from pipeline.plan import make_plan, recipe_digest
+from pipeline.planning.plan import make_plan, recipe_digest
+from pipeline.running.job import prepare, run_job
 from teachercache.errors import UsageError
 from tests.pipeline.conftest import ROOT, command, documents, environment, make_tokenizer, pipeline, write_jsonl
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.canary import CanaryFailed
 from pipeline.config import parse_job
-from pipeline.job import run_job
-from pipeline.raypool import STARTS_BEFORE_GIVING_UP, RayPool
+from pipeline.running.job import run_job
+from pipeline.running.ray_pool import STARTS_BEFORE_GIVING_UP, RayPool
+from pipeline.teachers.canary import CanaryFailed
 from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
 from tests.pipeline.conftest import documents, write_jsonl
 

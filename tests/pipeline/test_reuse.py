@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import pipeline.worker as worker_module
+import pipeline.running.worker as worker_module
 import teachercache
-import teachercache.reuse
+import teachercache.write.reuse
 from pipeline.config import load_job
-from pipeline.job import run_job
-from pipeline.status import read_status
+from pipeline.running.job import run_job
+from pipeline.watching.status import read_status
 from tests.pipeline.conftest import documents, write_jsonl
 
 
@@ -63,7 +63,7 @@ def test_off_computes_everything(two_corpora):
 
 def test_a_file_collected_meanwhile_costs_computing_not_the_document(two_corpora, monkeypatch):
     cache, job = two_corpora
-    monkeypatch.setattr(teachercache.reuse.ReuseIndex, "get", lambda self, key: None)
+    monkeypatch.setattr(teachercache.write.reuse.ReuseIndex, "get", lambda self, key: None)
     outcome = run_job(job).outcome
     assert outcome.tally.reused_rows == 0
     assert sum(1 for _ in teachercache.open(cache).records(source="second")) == 10

@@ -49,7 +49,7 @@ def scored():
         pytest.skip(f"{MODEL} is not there; `make model` makes it")
     pytest.importorskip("vllm")
     from pipeline.teachers.hf import HfTeacher
-    from pipeline.teachers.vllm import VllmTeacher
+    from pipeline.teachers.vllm_teacher import VllmTeacher
 
     config = TeacherConfig(model=str(MODEL), dtype="float32", max_model_len=512, engine_args={"enforce_eager": True})
     job = parse_job({"cache": "unused", "teacher": config.model_dump(), "corpora": [{"files": ["unused"]}]})
@@ -127,7 +127,7 @@ def test_last_row_is_there_and_right(scored):
 
 
 def test_fast_path_agrees_with_the_public_path(scored):
-    from pipeline.canary import largest_drift
+    from pipeline.teachers.canary import largest_drift
 
     _, active, public, _, _ = scored
     assert max(largest_drift(a, b) for a, b in zip(active, public, strict=True)) <= 1e-3

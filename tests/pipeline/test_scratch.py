@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.scratch import PREFIX, Scratch, sweep
+from pipeline.running.scratch import PREFIX, Scratch, sweep
 from tests.pipeline.conftest import ROOT
 
 WORKER = """

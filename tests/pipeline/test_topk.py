@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pipeline.teachers.shards import sharded_row_top_k  # noqa: E402
 from pipeline.teachers.topk import reference_row_top_k, row_top_k  # noqa: E402
+from pipeline.teachers.vocab_parallel import sharded_row_top_k  # noqa: E402
 
 SHAPES = [(3, 4096, 20), (2, 49152, 100), (2, 50257, 100), (1, 8191, 7), (4, 300, 100)]
 
@@ -132,7 +132,7 @@ def test_worker_without_the_gather_gives_what_vllm_would_have_gathered(soft_cap,
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    from pipeline.teachers import worker_rows
+    from pipeline.teachers import worker_topk
 
     torch.manual_seed(0)
     ranks, vocab, width, hidden_size, k, rows = 2, 1000, 512, 16, 20, 70
@@ -140,12 +140,12 @@ def test_worker_without_the_gather_gives_what_vllm_would_have_gathered(soft_cap,
     hidden, target = torch.randn(rows, hidden_size), torch.randint(0, vocab, (rows,))
     with set_current_vllm_config(VllmConfig()):
         processors = [LogitsProcessor(vocab, scale=scale, soft_cap=soft_cap) for _ in range(ranks)]
-    monkeypatch.setattr(worker_rows, "CHUNK_ROWS", 16)  # three chunks, the last one short
+    monkeypatch.setattr(worker_topk, "CHUNK_ROWS", 16)  # three chunks, the last one short
 
     def work(rank: int, all_gather: Any) -> Any:
         part = weight[rank * width : (rank + 1) * width]
         head = SimpleNamespace(tp_size=ranks, quant_method=SimpleNamespace(apply=lambda head, x, bias=None: x @ part.T))
-        chunking = worker_rows.make_sharded_chunking(None, processors[rank], rank, ranks, all_gather)
+        chunking = worker_topk.make_sharded_chunking(None, processors[rank], rank, ranks, all_gather)
         return chunking(target, hidden, lambda x: processors[rank](head, x), k)
 
     logits = hidden @ weight[:vocab].T

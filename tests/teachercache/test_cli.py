@@ -11,9 +11,9 @@ import pytest
 
 import teachercache
 from teachercache.cli import main
-from teachercache.document import seal, utc_now
-from teachercache.plan import Plan, PlanShard
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.format.objects import Plan, PlanShard
+from teachercache.format.sealed import seal, utc_now
+from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import teachercache
-from teachercache.codec.compact import MAX_L1, _grid, quantise
 from teachercache.errors import CorruptFile
-from teachercache.optimize import optimize
-from teachercache.record import round_logprobs
-from teachercache.synthetic import synthetic_records, synthetic_spec
-from teachercache.verify import verify
+from teachercache.format.record import round_logprobs
+from teachercache.parquet.compact import MAX_L1, _grid, quantise
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.optimize import optimize
+from teachercache.upkeep.verify import verify
 
 SPEC = synthetic_spec(vocab_size=5000, top_k=100)
 
@@ -95,8 +95,8 @@ def test_a_renumbering_that_is_none_is_refused(tmp_path, monkeypatch):
     damaged = {"teachercache.compact.frequent_ids": "AAAA"}
     writer = teachercache.create(tmp_path, SPEC, codec="compact")
     with monkeypatch.context() as patch:
-        patch.setattr("teachercache.datafile.FileBuilder._verify", lambda self: None)
-        patch.setattr("teachercache.codec.compact.CompactCodec.opening_metadata", lambda self: damaged)
+        patch.setattr("teachercache.parquet.datafile.FileBuilder._verify", lambda self: None)
+        patch.setattr("teachercache.parquet.compact.CompactCodec.opening_metadata", lambda self: damaged)
         writer.commit("s", synthetic_records(SPEC, 3))
     writer.publish()
     with pytest.raises(CorruptFile, match="cannot be decoded"):

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import teachercache.manifest as manifest_module
-from teachercache import layout
-from teachercache.commit import Commit, ShardAttempt
-from teachercache.datafile import DataFile
-from teachercache.document import seal, unseal
+import teachercache.write.publish as manifest_module
 from teachercache.errors import MissingObject, TeacherCacheError
-from teachercache.gc import collect
-from teachercache.manifest import Manifest, publish
-from teachercache.plan import Plan, PlanShard
-from teachercache.store import Store
-from teachercache.synthetic import synthetic_records, synthetic_spec
-from teachercache.writer import CacheWriter
+from teachercache.format import layout
+from teachercache.format.objects import Plan, PlanShard
+from teachercache.format.sealed import seal, unseal
+from teachercache.parquet.datafile import DataFile
+from teachercache.store.store import Store
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.gc import collect
+from teachercache.write.attempt import Commit, ShardAttempt
+from teachercache.write.publish import Manifest, publish
+from teachercache.write.writer import CacheWriter
 from tests.teachercache.faultfs import FAULTS, Actor, Crash, FaultFS, InlinePool, Scheduler, explore
 
 SPEC = synthetic_spec(vocab_size=50, top_k=3)
@@ -39,7 +39,7 @@ TOTAL = Counter()
 def without_threads(monkeypatch):
     for module in ("manifest", "uniqueness"):
         monkeypatch.setattr(f"teachercache.{module}.ThreadPoolExecutor", InlinePool)
-    monkeypatch.setattr("teachercache.datafile.PRE_BUFFER", False)
+    monkeypatch.setattr("teachercache.parquet.datafile.PRE_BUFFER", False)
 
 
 @dataclass

@@ -12,11 +12,12 @@ import jsonschema
 import pytest
 
 import teachercache
-from teachercache import errors, store
-from teachercache.document import utc_now
-from teachercache.plan import Plan, PlanShard
-from teachercache.schema import MODELS, text_of
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache import errors
+from teachercache.format.objects import Plan, PlanShard
+from teachercache.format.schema import MODELS, text_of
+from teachercache.format.sealed import utc_now
+from teachercache.store import store
+from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
 FORMAT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
@@ -25,7 +26,7 @@ FORMAT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_the_shipped_schema_is_that_of_the_code(name):
     shipped = resources.files("teachercache").joinpath(f"schemas/{name}.schema.json").read_text(encoding="utf-8")
-    assert shipped == text_of(name), "run python -m teachercache.schema"
+    assert shipped == text_of(name), "run python -m teachercache.format.schema"
     jsonschema.Draft202012Validator.check_schema(json.loads(shipped))
 
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import teachercache
 from teachercache import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.errors import SpecMismatch, UsageError
-from teachercache.spec import CacheSpec, TeacherSpec
-from teachercache.synthetic import synthetic_records
+from teachercache.format.spec import CacheSpec, TeacherSpec
+from teachercache.testing import synthetic_records
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 
 import teachercache
 from teachercache.errors import MissingObject, StoreUnavailable
-from teachercache.manifest import load_manifest, manifest_numbers
-from teachercache.store import Exists, Store
-from teachercache.synthetic import synthetic_records, synthetic_spec
-from teachercache.verify import verify
+from teachercache.store.store import Exists, Store
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.verify import verify
+from teachercache.write.publish import load_manifest, manifest_numbers
 
 SPEC = synthetic_spec()
 

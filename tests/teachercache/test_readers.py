@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 
 import teachercache
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec(vocab_size=50_000, top_k=100)
 S3_TEMPLATE = "s3://"

@@ -14,10 +14,10 @@ import pytest
 
 import teachercache
 from teachercache.errors import UsageError
-from teachercache.export import export
 from teachercache.iceberg import common_schema
-from teachercache.report import report
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.views.export import export
+from teachercache.views.report import report
 
 SPEC = synthetic_spec(vocab_size=5000, top_k=100, name="<b>teacher & co</b>")
 CHROMIUM = next(
@@ -174,7 +174,7 @@ def test_a_column_of_two_types_is_no_iceberg_table(tmp_path):
 
 def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path, monkeypatch):
     """A rare meta value makes some row groups all null; readers of a data set want the same columns in every file."""
-    monkeypatch.setattr("teachercache.datafile.ROWS_PER_GROUP", 100)
+    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 100)
     writer = teachercache.create(tmp_path / "cache", SPEC)
     records = [
         dataclasses.replace(r, meta={"stars": 5} if i in (7, 8) else {})

@@ -11,10 +11,16 @@ import pytest
 
 import teachercache
 from teachercache import Plan, PlanShard
-from teachercache.document import utc_now
-from teachercache.errors import IncompleteCache, InvalidRecord, NotACache, SpecMismatch, StoreUnsafe
-from teachercache.record import round_logprobs
-from teachercache.synthetic import synthetic_record, synthetic_records, synthetic_spec
+from teachercache.errors import (
+    IncompleteCache,
+    InvalidRecord,
+    NotACache,
+    SpecMismatch,
+    StoreUnsafe,
+)
+from teachercache.format.record import round_logprobs
+from teachercache.format.sealed import utc_now
+from teachercache.testing import synthetic_record, synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
 
@@ -61,7 +67,7 @@ def test_a_projection_reads_only_its_columns(tmp_path):
 
 
 def test_records_span_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr("teachercache.datafile.ROWS_PER_GROUP", 50)
+    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 50)
     writer = teachercache.create(tmp_path, SPEC)
     records = synthetic_records(SPEC, 30)
     writer.commit("s", iter(records))
@@ -72,7 +78,7 @@ def test_records_span_row_groups(tmp_path, monkeypatch):
 
 
 def test_meta_columns_may_appear_late_and_change_type(tmp_path, monkeypatch):
-    monkeypatch.setattr("teachercache.datafile.ROWS_PER_GROUP", 20)
+    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 20)
     writer = teachercache.create(tmp_path, SPEC)
     metas = [{"n": 1}] * 10 + [{"n": 2, "url": "u"}] * 10 + [{"n": "three"}] * 10
     records = [dataclasses.replace(r, meta=m) for r, m in zip(synthetic_records(SPEC, 30), metas, strict=True)]
@@ -195,7 +201,7 @@ def test_whatever_a_corpus_has_as_meta_is_kept_and_breaks_no_shard(tmp_path):
 
 def test_a_record_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch):
     """Readers refuse a row group beyond a bound; so must writers, or the commit is of no use."""
-    monkeypatch.setattr("teachercache.datafile.MAX_GROUP_BYTES", 5000)
+    monkeypatch.setattr("teachercache.parquet.datafile.MAX_GROUP_BYTES", 5000)
     writer = teachercache.create(tmp_path, SPEC)
     small, large = (
         synthetic_record(np.random.default_rng(0), SPEC, name, length=n) for name, n in (("a", 5), ("b", 99))
@@ -207,7 +213,7 @@ def test_a_record_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch
 
 def test_wide_rows_make_small_row_groups(tmp_path, monkeypatch):
     """A row group is what a reader holds in memory: bounded in bytes, whatever K is."""
-    monkeypatch.setattr("teachercache.datafile.GROUP_BYTES", 2000)
+    monkeypatch.setattr("teachercache.parquet.datafile.GROUP_BYTES", 2000)
     writer = teachercache.create(tmp_path, SPEC)
     writer.commit("s", synthetic_records(SPEC, 20))
     assert writer.publish().files[0].row_groups > 5

@@ -14,12 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import teachercache
-from teachercache import layout
-from teachercache.document import seal, unseal
-from teachercache.errors import CorruptFile, TeacherCacheError, UnsafeManifest, UnsupportedFormat
-from teachercache.manifest import Manifest
-from teachercache.spec import canonical_json
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.errors import (
+    CorruptFile,
+    TeacherCacheError,
+    UnsafeManifest,
+    UnsupportedFormat,
+)
+from teachercache.format import layout
+from teachercache.format.sealed import seal, unseal
+from teachercache.format.spec import canonical_json
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.write.publish import Manifest
 
 SPEC = synthetic_spec()
 
@@ -96,7 +101,7 @@ def test_a_million_entries_of_one_file_are_refused(cache):
 
 
 def test_a_huge_manifest_is_refused_before_it_is_read(cache, monkeypatch):
-    monkeypatch.setattr("teachercache.store.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("teachercache.store.store.MAX_JSON_BYTES", 100)
     with pytest.raises(TeacherCacheError, match="above the limit"):
         teachercache.Store.open(cache).read(layout.manifest_path(1), max_bytes=100)
 
@@ -117,14 +122,14 @@ def test_a_newer_format_is_refused_by_number(cache):
 
 
 def test_a_footer_that_claims_gigabytes_is_refused(cache, monkeypatch):
-    monkeypatch.setattr("teachercache.datafile.MAX_GROUP_BYTES", 1000)
+    monkeypatch.setattr("teachercache.parquet.datafile.MAX_GROUP_BYTES", 1000)
     with pytest.raises(UnsafeManifest, match="row group 0 claims"):
         list(teachercache.open(cache).records())
 
 
 def test_a_decompression_bomb_is_refused(cache, monkeypatch):
     """A file with the right name and size whose column expands ten thousand times; its footer gives it away."""
-    monkeypatch.setattr("teachercache.datafile.MAX_GROUP_BYTES", 2**27)
+    monkeypatch.setattr("teachercache.parquet.datafile.MAX_GROUP_BYTES", 2**27)
     manifest = unseal(Manifest, (cache / layout.manifest_path(1)).read_bytes(), "")
     entry = manifest.files[0]
     path = cache / entry.path
@@ -181,7 +186,7 @@ def test_nothing_is_written_with_wrong_credentials(s3_server, monkeypatch):
 
 
 def test_a_store_that_does_not_answer_and_a_bucket_that_is_not_there_are_named(s3_server, monkeypatch):
-    monkeypatch.setattr("teachercache.store.TRIES", 1)
+    monkeypatch.setattr("teachercache.store.store.TRIES", 1)
     server = s3_server("moto")
     for name, value in server.env().items():
         monkeypatch.setenv(name, value)

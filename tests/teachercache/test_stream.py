@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import teachercache
-from teachercache.diskcache import DiskCache
 from teachercache.errors import StoreUnavailable, UsageError
-from teachercache.stream import RecordStream
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.read.disk_cache import DiskCache
+from teachercache.read.stream import RecordStream
+from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
 SHARDS, PER_SHARD = 5, 23
@@ -25,7 +25,7 @@ SHARDS, PER_SHARD = 5, 23
 def cache(tmp_path_factory):
     url = tmp_path_factory.mktemp("stream") / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("teachercache.datafile.ROWS_PER_GROUP", 120)  # several row groups a file
+        patch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 120)  # several row groups a file
         writer = teachercache.create(url, SPEC)
         for i in range(SHARDS):
             writer.commit(f"s{i}", synthetic_records(SPEC, PER_SHARD, seed=i, prefix=f"s{i}"))
@@ -122,7 +122,7 @@ def test_streams_of_one_node_share_a_bounded_disk_cache(cache, tmp_path):
 
 
 def test_streaming_over_s3_equals_streaming_from_disk(s3_url, monkeypatch):
-    monkeypatch.setattr("teachercache.datafile.ROWS_PER_GROUP", 120)
+    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 120)
     writer = teachercache.create(s3_url, SPEC)
     records = synthetic_records(SPEC, 40)
     writer.commit("s", records)
@@ -195,7 +195,7 @@ def test_a_full_scratch_disk_costs_the_local_copy_and_not_the_run(cache, tmp_pat
     def full(store, entry, out):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("teachercache.diskcache.download", full)
+    monkeypatch.setattr("teachercache.read.disk_cache.download", full)
     plain = names(cache.stream(seed=3, repeat=False))
     with pytest.warns(UserWarning, match="No space left on device"):
         assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain

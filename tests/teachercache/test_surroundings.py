@@ -13,15 +13,20 @@ import pytest
 from rich.console import Console
 
 import teachercache
-from teachercache.datafile import DataFile
 from teachercache.doctor import check_gpu, check_store
-from teachercache.errors import MissingObject, StoreDenied, StoreUnsafe, UsageError
-from teachercache.export import export
-from teachercache.gc import collect
-from teachercache.show import head_table
-from teachercache.store import Store
-from teachercache.synthetic import synthetic_records, synthetic_spec
-from teachercache.verify import verify
+from teachercache.errors import (
+    MissingObject,
+    StoreDenied,
+    StoreUnsafe,
+    UsageError,
+)
+from teachercache.parquet.datafile import DataFile
+from teachercache.store.store import Store
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.gc import collect
+from teachercache.upkeep.verify import verify
+from teachercache.views.export import export
+from teachercache.views.show import head_table
 from tests.teachercache.faultfs import ClientError, FaultFS
 
 SPEC = synthetic_spec()
@@ -152,7 +157,7 @@ def test_refused_credentials_end_a_verification_instead_of_damning_every_file(tm
     def refused(*_):
         raise StoreDenied("the token expired")
 
-    monkeypatch.setattr("teachercache.verify.download", refused)
+    monkeypatch.setattr("teachercache.upkeep.verify.download", refused)
     with pytest.raises(StoreDenied):
         verify(cache.store, SPEC)
 
@@ -170,7 +175,7 @@ def test_a_manifest_that_nobody_could_read_is_not_published(tmp_path, monkeypatc
     writer = teachercache.create(tmp_path / "cache", SPEC)
     for i in range(4):
         writer.commit(f"t{i}", synthetic_records(SPEC, 1, seed=i + 5, prefix=f"t{i}"))
-    monkeypatch.setattr("teachercache.document.MAX_OBJECTS", 6)
+    monkeypatch.setattr("teachercache.format.sealed.MAX_OBJECTS", 6)
     with pytest.raises(UsageError, match="fewer, larger shards"):
         writer.publish()
     assert teachercache.open(tmp_path / "cache").manifest == cache.manifest
@@ -191,7 +196,7 @@ def test_columns_given_as_one_string_are_refused_as_that(tmp_path):
 
 def test_a_file_is_not_closed_while_a_row_group_is_read_ahead(tmp_path, monkeypatch):
     """Closing a memory-mapped file under a reading thread kills the process."""
-    monkeypatch.setattr("teachercache.datafile.ROWS_PER_GROUP", 50)
+    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 50)
     cache = make(tmp_path / "cache", 20)
     real_read, real_close, reading, overlaps = DataFile.read_group, DataFile.close, set(), []
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import teachercache
-from teachercache import layout
-from teachercache.commit import ShardAttempt
 from teachercache.errors import (
     IncompleteCache,
     MissingObject,
@@ -20,13 +18,15 @@ from teachercache.errors import (
     StaleAttempt,
     UsageError,
 )
-from teachercache.gc import collect
-from teachercache.manifest import manifest_numbers
-from teachercache.optimize import optimize
-from teachercache.plan import Plan, PlanShard
-from teachercache.store import Store
-from teachercache.synthetic import synthetic_records, synthetic_spec
-from teachercache.verify import verify
+from teachercache.format import layout
+from teachercache.format.objects import Plan, PlanShard
+from teachercache.store.store import Store
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.gc import collect
+from teachercache.upkeep.optimize import optimize
+from teachercache.upkeep.verify import verify
+from teachercache.write.attempt import ShardAttempt
+from teachercache.write.publish import manifest_numbers
 
 SPEC = synthetic_spec()
 

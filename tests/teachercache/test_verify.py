@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import teachercache
-from teachercache import layout
-from teachercache.commit import Commit
-from teachercache.document import seal, unseal
-from teachercache.manifest import Manifest
-from teachercache.store import Store
-from teachercache.synthetic import synthetic_records, synthetic_spec
-from teachercache.verify import verify
+from teachercache.format import layout
+from teachercache.format.sealed import seal, unseal
+from teachercache.store.store import Store
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.verify import verify
+from teachercache.write.attempt import Commit
+from teachercache.write.publish import Manifest
 
 SPEC = synthetic_spec()
 
@@ -144,7 +144,7 @@ def test_a_broken_row_is_found_although_checksums_agree(cache, monkeypatch, dama
     writer = teachercache.create(cache, SPEC)
     good = synthetic_records(SPEC, 4, seed=9, prefix="bad", length=12)
     with monkeypatch.context() as patch:
-        patch.setattr("teachercache.datafile.check_record", lambda *a, **k: None)
+        patch.setattr("teachercache.parquet.datafile.check_record", lambda *a, **k: None)
         writer.commit("bad", [*good[:2], damage(good[2]), good[3]])
     writer.publish()
     found = problems(cache)

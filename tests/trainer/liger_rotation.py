@@ -11,8 +11,8 @@ import torch
 import transformers.models.llama.modeling_llama as llama
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-from trainer import activation, attention, student
-from trainer.liger import rotate_copies
+from trainer.model import activation, attention, student
+from trainer.model.liger import rotate_copies
 
 THEIRS = llama.apply_rotary_pos_emb
 

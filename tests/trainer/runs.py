@@ -33,7 +33,7 @@ def trainer(*arguments: str | Path, timeout: float = 200, **extra: str) -> subpr
 def fit_here(config: Path, *overrides: str) -> dict[str, Any]:
     """`fit` in this process: the same code without the seconds of imports."""
     from trainer.config import load_config
-    from trainer.loop import fit
+    from trainer.fit import fit
 
     return fit(load_config(config, overrides))
 

@@ -13,8 +13,13 @@ from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.trainer import runs
 from tests.trainer.test_attention import SMALL, build
-from trainer import activation, adapters, attention, student
 from trainer.config import LoraConfig
+from trainer.model import (
+    activation,
+    attention,
+    lora,
+    student,
+)
 
 
 def gradients(folder: Path, policy: str, tile: int | None) -> dict[str, torch.Tensor]:
@@ -62,7 +67,7 @@ def adapter_gradients(folder: Path, policy: str, tile: int | None) -> torch.Tens
     """Gradients of adapters with dropout, flat; the same random numbers each time."""
     torch.manual_seed(0)
     model = student.load_student(folder, dtype=torch.float32, device=torch.device("cpu"))
-    model = adapters.add(model, LoraConfig(rank=4, dropout=0.2), saved=None).train()
+    model = lora.add(model, LoraConfig(rank=4, dropout=0.2), saved=None).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from teachercache.errors import UsageError
 from tests.trainer import runs
-from trainer import adapters
 from trainer.checkpoint import resolve_model_folder
 from trainer.config import LoraConfig
-from trainer.student import load_student
+from trainer.model import lora
+from trainer.model.student import load_student
 
 peft = pytest.importorskip("peft", reason="needs the package peft")
 
@@ -55,4 +55,4 @@ def test_an_adapter_on_the_head_is_refused(student: Path) -> None:
     """The loss multiplies with the head's own weight: such an adapter would get no gradient, and say nothing."""
     model = load_student(student, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(UsageError, match="adapts the head"):
-        adapters.add(model, LoraConfig(target_modules=["q_proj", "lm_head"]), saved=None)
+        lora.add(model, LoraConfig(target_modules=["q_proj", "lm_head"]), saved=None)

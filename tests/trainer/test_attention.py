@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from teachercache.errors import UsageError
-from trainer import activation, attention, student
-from trainer.attention import DocumentLayout, rounded_length
+from trainer.model import activation, attention, student
+from trainer.model.attention import DocumentLayout, rounded_length
 
 SMALL = {
     "vocab_size": 128,

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import teachercache
-from teachercache.synthetic import synthetic_record, synthetic_spec
+from teachercache.testing import synthetic_record, synthetic_spec
 from tests.servers import serve
 from tests.trainer import runs
 from trainer.checkpoint import CheckpointFolder

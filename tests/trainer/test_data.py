@@ -12,7 +12,13 @@ import torch
 import teachercache
 from teachercache.errors import TeacherCacheError
 from tests.trainer import tiny
-from trainer.data import NO_LABEL, PackedCache, PackedSequence, Prefetcher, pack_records
+from trainer.data.dataset import (
+    NO_LABEL,
+    PackedCache,
+    PackedSequence,
+    Prefetcher,
+    pack_records,
+)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +177,7 @@ def test_sources_are_mixed_by_weight(tmp_path, teacher) -> None:
 
     spec = tiny.spec_for(teacher)
     writer = teachercache.create(str(tmp_path / "cache"), spec, tokenizer_files=teacher, probe=False)
-    from teachercache.synthetic import synthetic_records
+    from teachercache.testing import synthetic_records
 
     for source in ("web", "code"):
         made = synthetic_records(spec, 200, prefix=source, length=10, seed=len(source), source=source)

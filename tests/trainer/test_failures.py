@@ -17,7 +17,7 @@ import s3fs
 from teachercache.errors import TeacherCacheError, UsageError
 from tests.servers import Server, serve
 from tests.trainer import runs, tiny
-from trainer import loop
+from trainer import fit
 from trainer.config import load_config
 from trainer.patience import is_outage, patiently
 
@@ -61,7 +61,7 @@ def test_an_s3_server_that_goes_away_costs_a_pause(
             runs.write_config(tmp_path / "train.yaml", **settings(url, student, f"{bucket}/run")), []
         )  # fmt: skip
         calls = 0
-        real = loop.Step.run
+        real = fit.Step.run
         pid = server_pid(server.endpoint)
 
         def run(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -72,9 +72,9 @@ def test_an_s3_server_that_goes_away_costs_a_pause(
                 threading.Timer(AWAY_S, os.kill, (pid, signal.SIGCONT)).start()
             return real(self, *arguments, **options)
 
-        monkeypatch.setattr(loop.Step, "run", run)
+        monkeypatch.setattr(fit.Step, "run", run)
         started = time.monotonic()
-        summary = loop.fit(config)
+        summary = fit.fit(config)
         seconds = time.monotonic() - started
     print(f"{summary['steps']} steps in {seconds:.1f} s, the store away for {AWAY_S:.0f} s of them")
     assert summary["data"]["documents"] == 4 * 30
@@ -120,7 +120,7 @@ def test_a_corrupted_file_stops_with_its_name(teacher: Path, student: Path, tmp_
     victim.write_bytes(content)
     config = load_config(runs.write_config(tmp_path / "t.yaml", **settings(url, student, str(tmp_path / "run"))), [])
     with pytest.raises(TeacherCacheError, match=victim.name):
-        loop.fit(config)
+        fit.fit(config)
 
 
 def test_wrong_credentials_fail_before_the_model_loads(
@@ -137,8 +137,8 @@ def test_wrong_credentials_fail_before_the_model_loads(
     config = load_config(runs.write_config(tmp_path / "t.yaml", **settings(url, student, str(tmp_path / "run"))), [])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-0000000000000000000")
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(loop, "load_for_training", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(fit, "load_for_training", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(UsageError) as caught:
-        loop.fit(config)
+        fit.fit(config)
     assert "wrong-secret" not in str(caught.value)
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import teachercache
-from teachercache.synthetic import synthetic_records
+from teachercache.testing import synthetic_records
 from tests.trainer import runs, tiny
 
 GOLDEN = Path(__file__).parent / "assets" / "golden_loss.json"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.packing import best_fit, pack_block
+from trainer.data.packing import best_fit, pack_block
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,9 +10,9 @@ import torch
 
 import teachercache
 from tests.trainer import tiny
-from trainer import student
 from trainer.config import TrainerConfig
-from trainer.data import PackedCache
+from trainer.data.dataset import PackedCache
+from trainer.model import student
 from trainer.step import Step
 
 STEPS = 100

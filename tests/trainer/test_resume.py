@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer import runs
-from trainer import checkpoint, loop
+from trainer import checkpoint, fit
 from trainer.checkpoint import CheckpointFolder
-from trainer.data import PackedCache
+from trainer.data.dataset import PackedCache
 from trainer.evaluate import heldout_sequences
 
 EPOCHS = 3
@@ -120,8 +120,8 @@ def test_a_stop_during_an_evaluation_saves_without_finishing_it(
                 os.kill(os.getpid(), signal.SIGTERM)
             yield sequence
 
-    monkeypatch.setattr(loop, "heldout_sequences", heldout)
-    with pytest.raises(loop.Stopped, match="saved step 3"):
+    monkeypatch.setattr(fit, "heldout_sequences", heldout)
+    with pytest.raises(fit.Stopped, match="saved step 3"):
         runs.fit_here(config)
     assert seen == 1
     latest = CheckpointFolder(str(tmp_path / "run")).index().latest
@@ -149,8 +149,8 @@ def test_a_stop_while_the_data_does_not_come_saves_the_last_whole_step(
     with monkeypatch.context() as patch:
         patch.setattr(PackedCache, "with_states", with_states)
         # The save lets the store come back, or the reading thread would be waited for at the end.
-        patch.setattr(loop._Fit, "_save", lambda *_, save=loop._Fit._save: (away.set(), save(*_)))
-        with pytest.raises(loop.Stopped, match="saved step 3"):
+        patch.setattr(fit._Fit, "_save", lambda *_, save=fit._Fit._save: (away.set(), save(*_)))
+        with pytest.raises(fit.Stopped, match="saved step 3"):
             runs.fit_here(config)
     runs.fit_here(config)
     straight = runs.write_config(tmp_path / "straight.yaml", **accumulated, output=str(tmp_path / "straight"))

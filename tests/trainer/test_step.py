@@ -13,14 +13,25 @@ import torch
 
 import teachercache
 from teachercache.errors import UsageError
-from trainer import activation, student
-from trainer.attention import DocumentLayout
 from trainer.config import TrainerConfig
-from trainer.data import NO_LABEL, PackedCache, PackedSequence, pack_records
-from trainer.loop import _auto_policy, fit
-from trainer.optim import accumulate_in_float32, build_optimizer, clear_gradients, gradient, gradient_norm
+from trainer.data.dataset import (
+    NO_LABEL,
+    PackedCache,
+    PackedSequence,
+    pack_records,
+)
+from trainer.fit import _auto_policy, fit
+from trainer.model import activation, student
+from trainer.model.attention import DocumentLayout
+from trainer.model.student import load_student
+from trainer.optim import (
+    accumulate_in_float32,
+    build_optimizer,
+    clear_gradients,
+    gradient,
+    gradient_norm,
+)
 from trainer.step import Step, TrainingDiverged
-from trainer.student import load_student
 
 CPU = torch.device("cpu")
 
@@ -159,7 +170,7 @@ def test_the_three_cached_methods_give_one_training_curve(
 def test_online_with_the_teachers_own_top_k_is_the_cached_loss(
     student: Path, teacher: Path, sequences: list[PackedSequence]
 ) -> None:
-    from trainer import student as students
+    from trainer.model import student as students
 
     live = students.load_student(teacher, dtype=torch.float32, device=CPU).eval()
     cached = make_step(student)
@@ -252,7 +263,7 @@ def test_evaluation_and_training_see_the_same_loss(
 
 
 def test_hidden_states_of_a_layout_are_the_models_own(student: Path, sequences: list[PackedSequence]) -> None:
-    from trainer import student as students
+    from trainer.model import student as students
 
     model = students.load_student(student, dtype=torch.float32, device=CPU).eval()
     sequence = sequences[0]

@@ -31,7 +31,7 @@ from transformers import (
 from teachercache.errors import UsageError
 from tests.trainer import runs, tiny
 from trainer.checkpoint import CheckpointFolder, resolve_model_folder
-from trainer.student import init_student, load_student
+from trainer.model.student import init_student, load_student
 
 # The head has 384 rows, the tokenizer 320 tokens: the rest is padding that no student may put mass on.
 SMALL: dict[str, Any] = {

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import teachercache
-from teachercache.spec import CacheSpec, TeacherSpec
+from teachercache.format.spec import CacheSpec, TeacherSpec
 
 TEXT = [
     "the cat sat on the mat and looked at the other cat",

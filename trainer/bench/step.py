@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import activation, attention
 from trainer.bench.loss import machine
 from trainer.config import OptimConfig, TrainerConfig
-from trainer.data import PackedSequence
+from trainer.data.dataset import PackedSequence
 from trainer.flops import matmul_parameters, step_flops
-from trainer.liger import apply_liger
+from trainer.model import activation, attention
+from trainer.model.liger import apply_liger
 from trainer.optim import build_optimizer
 from trainer.step import Step
 

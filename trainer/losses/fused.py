@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.losses import products, torch_row
+from trainer.losses import products, row_torch
 from trainer.losses.forward_chunked import forward_chunked_loss
 from trainer.losses.grad_scale import scaled, scaled_in_place
 from trainer.losses.options import LossOptions
@@ -33,11 +33,11 @@ FP16_SCALE = 1024.0
 def _row_kernel(logits: Tensor, topk: int) -> Callable[..., Tensor]:
     """The Triton kernel on CUDA (or under its interpreter), else torch."""
     if logits.dtype != torch.float64 and (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        from trainer.losses import triton_row
+        from trainer.losses import row_triton
 
-        if topk <= triton_row.MAX_K:
-            return triton_row.loss_and_grad_in_place
-    return torch_row.loss_and_grad_in_place
+        if topk <= row_triton.MAX_K:
+            return row_triton.loss_and_grad_in_place
+    return row_torch.loss_and_grad_in_place
 
 
 def _padded_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.trainer.losses.cases import accepted_kd, accepted_with_mix, exact, input_variants, make_case, run
-from trainer.losses import TeacherRows, kl_loss, triton_row
+from trainer.losses import TeacherRows, kl_loss, row_triton
 
 # Several full blocks and a ragged one over 101 columns.
-triton_row.DEFAULT_CONFIG = triton_row.LaunchConfig(block=32)
+row_triton.DEFAULT_CONFIG = row_triton.LaunchConfig(block=32)
 
 
 def combinations() -> float:

@@ -1,0 +1,1 @@
+"""Plan a job: sample, cut into shards, recognise earlier plans and duplicates."""

@@ -1,0 +1,1 @@
+"""Run a job: shards, workers, pools, the driver."""

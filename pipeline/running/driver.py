@@ -1,0 +1,331 @@
+"""The pull loop: gives shards to whoever has room, and decides what becomes of those that fail.
+
+A shard ends in one of three ways: committed (by us or by another job), quarantined with a reason, or given back.
+Nothing here is needed for safety: commits are conditional creates, so a lost driver, a zombie or a second job costs
+work, never a document.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from pipeline.config import RunConfig
+from pipeline.running.inline_pool import (
+    Failed,
+    Finished,
+    Pool,
+    PoolState,
+    merge_suspects,
+)
+from pipeline.running.worker import ShardTask
+from teachercache import PlanShard
+from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
+
+T = TypeVar("T")
+STORE_PATIENCE_S = 900.0
+NARROWINGS = 12  # attempts that only find out which document kills the engine
+
+
+class ShardStore(Protocol):
+    """What the driver needs of a cache; CacheWriter has it."""
+
+    def committed(self) -> set[str]: ...
+
+    def quarantine(self, shard_id: str, *, reason: str, message: str, documents: Sequence[str] = ()) -> None: ...
+
+
+class Leases(Protocol):
+    """Advisory: which shards other jobs have taken."""
+
+    def others(self) -> set[str]: ...
+
+    def announce(self, shards: Sequence[str]) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one run, for progress lines and the summary."""
+
+    total: int = 0
+    committed: int = 0  # by this run
+    found: int = 0  # committed already, or by another job meanwhile
+    quarantined: int = 0
+    retries: int = 0
+    conflicts: int = 0
+    documents: int = 0
+    tokens: int = 0
+    rows: int = 0
+    bytes: int = 0
+    reused_rows: int = 0
+    drops: Counter[str] = field(default_factory=Counter)
+    estimated_tokens_left: int = 0
+
+    @property
+    def done(self) -> int:
+        return self.committed + self.found + self.quarantined
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended: `reason` is done, budget or stopped."""
+
+    reason: str
+    tally: Tally
+    quarantined: dict[str, str]
+    seconds: float
+    gpu_hours: float = 0.0  # that this run's teachers held GPUs
+
+
+@dataclass(slots=True)
+class _Pending:
+    task: ShardTask
+    not_before: float = 0.0
+    failures: int = 0
+    narrowings: int = 0
+    store_errors: int = 0
+    solo: bool = False
+
+
+class Driver:
+    def __init__(
+        self,
+        run: RunConfig,
+        store: ShardStore,
+        shards: Sequence[PlanShard],
+        pool: Callable[[], Pool],
+        *,
+        leases: Leases | None = None,
+        on_progress: Callable[[Tally, PoolState], None] | None = None,
+        on_event: Callable[[str, dict[str, Any]], None] | None = None,
+        stop: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_config, self.store, self._make_pool = run, store, pool
+        self.leases = leases
+        self._on_progress = on_progress or (lambda tally, state: None)
+        self._on_event = on_event or (lambda name, details: None)
+        self.stop = stop or threading.Event()
+        self._clock = clock
+        self.shards = {s.shard_id: s for s in shards}
+        self.tally = Tally(total=len(self.shards))
+        self.quarantined: dict[str, str] = {}
+        self._pending: deque[_Pending] = deque()
+        self._running: dict[str, _Pending] = {}
+        self._others: set[str] = set()
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self, skip: set[str] | None = None) -> Outcome:
+        """Works until every shard is committed or quarantined, the budget is spent, or `stop` is set.
+
+        `skip`: shards quarantined earlier that are not to be tried again.
+        """
+        began = self._clock()
+        committed = self._patiently(self.store.committed)
+        self.tally.found = len(committed & self.shards.keys())
+        skipped = (skip or set()) - committed
+        self.tally.quarantined = len(skipped & self.shards.keys())
+        todo = [s for s in self.shards.values() if s.shard_id not in committed and s.shard_id not in skipped]
+        # two jobs on one cache begin at different places; the order is otherwise that of the plan
+        turn = random.Random(uuid.uuid4().int).randrange(len(todo)) if todo else 0
+        self._pending.extend(_Pending(ShardTask(s)) for s in todo[turn:] + todo[:turn])
+        self.tally.estimated_tokens_left = sum(s.estimated_tokens for s in todo)
+        if not todo:
+            return Outcome("done", self.tally, self.quarantined, self._clock() - began)
+        pool = self._make_pool()
+        try:
+            reason = self._loop(pool)
+        finally:
+            pool.close()
+            if self.leases is not None:
+                self.leases.release()
+        return Outcome(reason, self.tally, self.quarantined, self._clock() - began, pool.state().gpu_seconds / 3600)
+
+    def _loop(self, pool: Pool) -> str:
+        refreshed = reported = self._clock()
+        budget_s = (self.run_config.budget_gpu_hours or float("inf")) * 3600
+        self._refresh_leases()
+        while self._pending or self._running:
+            if self.stop.is_set():
+                return "stopped"
+            spent = pool.state().gpu_seconds >= budget_s
+            if spent and not self._running:
+                return "budget"
+            if not spent:
+                self._give(pool)
+            for event in pool.wait(0.5):
+                self._handle(event)
+            now = self._clock()
+            if now - refreshed >= self.run_config.refresh_s:
+                self._refresh()
+                refreshed = now
+            if now - reported >= self.run_config.log_every_s:
+                self._report(pool)
+                reported = now
+        self._report(pool)
+        return "done"
+
+    def _report(self, pool: Pool) -> None:
+        state = pool.state()
+        state.workers = pool.worker_states()
+        self._on_progress(self.tally, state)
+
+    def _give(self, pool: Pool) -> None:
+        """Hands out work while there is room; what other jobs have leased comes last."""
+        now = self._clock()
+        free = pool.free_slots()
+        waiting: list[_Pending] = []
+        leased: list[_Pending] = []
+        while free > 0 and (self._pending or leased):
+            if not self._pending:
+                entry = leased.pop(0)
+            else:
+                entry = self._pending.popleft()
+                if entry.not_before > now:
+                    waiting.append(entry)
+                    continue
+                if entry.task.shard.shard_id in self._others and entry.failures == 0:
+                    leased.append(entry)
+                    continue
+            if not pool.submit(entry.task, solo=entry.solo):
+                waiting.append(entry)
+                continue
+            self._running[entry.task.shard.shard_id] = entry
+            free -= 1
+        self._pending.extendleft(reversed(leased))
+        self._pending.extend(waiting)
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Finished | Failed) -> None:
+        entry = self._running.pop(event.task.shard.shard_id)
+        if isinstance(event, Finished):
+            self._committed(event)
+        else:
+            self._failed(entry, event)
+
+    def _committed(self, event: Finished) -> None:
+        receipt, tally = event.receipt, self.tally
+        tally.estimated_tokens_left -= event.task.shard.estimated_tokens
+        if not receipt.won:
+            tally.conflicts += 1
+            tally.found += 1
+            return
+        tally.committed += 1
+        tally.documents += receipt.documents
+        tally.tokens += receipt.tokens
+        tally.rows += receipt.rows
+        tally.bytes += receipt.bytes
+        tally.reused_rows += receipt.reused_rows
+        tally.drops.update(receipt.drops)
+        self._on_event("committed", {"shard": receipt.shard_id, "tokens": receipt.tokens, "seconds": receipt.seconds})
+
+    def _failed(self, entry: _Pending, event: Failed) -> None:
+        if event.kind == "usage":
+            error = UsageError(event.message)
+            error.exit_code = event.exit_code
+            raise error
+        shard_id = event.task.shard.shard_id
+        self._on_event("failed", {"shard": shard_id, "kind": event.kind, "message": event.message})
+        if event.kind == "input":
+            self._quarantine(event.task, "input", event.message)
+            return
+        now = self._clock()
+        if event.kind == "store":
+            entry.store_errors += 1
+            if entry.store_errors <= 30:
+                entry.not_before = now + min(60.0, 2.0**entry.store_errors)
+                self._again(entry, event.task)
+                return
+        task = self._narrow(entry, event)
+        if entry.failures > self.run_config.max_retries:
+            self._quarantine(event.task, event.kind, event.message)
+            return
+        entry.not_before = now + min(30.0, 0.5 * 2**entry.failures)
+        self._again(entry, task)
+
+    def _again(self, entry: _Pending, task: ShardTask) -> None:
+        self.tally.retries += 1
+        entry.task = replace(task, attempt=task.attempt + 1)
+        self._pending.append(entry)
+
+    def _narrow(self, entry: _Pending, event: Failed) -> ShardTask:
+        """After a death: run alone, score the suspects one at a time, leave out the one that is proven.
+
+        An attempt that learns something (fewer suspects, a culprit) is not held against the shard.
+        """
+        task = event.task
+        if event.kind not in ("died", "timeout"):
+            entry.failures += 1
+            return task
+        solo_before, entry.solo = entry.solo, True
+        if not event.suspects:
+            entry.failures += 1
+            return task
+        learned = entry.narrowings < NARROWINGS
+        entry.narrowings += 1
+        if solo_before and task.suspects and len(event.suspects) == 1:
+            culprit = event.suspects[0]
+            rest = tuple(o for o in task.suspects if o != culprit)
+            entry.failures += 0 if learned else 1
+            return replace(task, exclude=(*task.exclude, culprit), suspects=rest)
+        suspects = merge_suspects(task.suspects, event.suspects) if task.suspects else event.suspects
+        entry.failures += 0 if learned and suspects != task.suspects else 1
+        return replace(task, suspects=suspects)
+
+    def _quarantine(self, task: ShardTask, reason: str, message: str) -> None:
+        shard_id = task.shard.shard_id
+        self.quarantined[shard_id] = message
+        self.tally.quarantined += 1
+        self.tally.estimated_tokens_left -= task.shard.estimated_tokens
+        documents = [f"{task.shard.input}@{ordinal}" for ordinal in (*task.exclude, *task.suspects)][:100]
+        self._patiently(lambda: self.store.quarantine(shard_id, reason=reason, message=message, documents=documents))
+        self._on_event("quarantined", {"shard": shard_id, "reason": reason, "message": message})
+
+    # -- other jobs ----------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Drops pending shards that another job has committed, and renews the leases."""
+        committed = self._patiently(self.store.committed)
+        kept: deque[_Pending] = deque()
+        for entry in self._pending:
+            if entry.task.shard.shard_id in committed:
+                self.tally.found += 1
+                self.tally.estimated_tokens_left -= entry.task.shard.estimated_tokens
+            else:
+                kept.append(entry)
+        self._pending = kept
+        self._refresh_leases()
+
+    def _refresh_leases(self) -> None:
+        if self.leases is None:
+            return
+        try:
+            self._others = self.leases.others()
+            ahead = [e.task.shard.shard_id for e in list(self._pending)[: 2 * max(1, self.run_config.actors)]]
+            self.leases.announce([*self._running, *(s for s in ahead if s not in self._others)])
+        except (OSError, TeacherCacheError) as error:  # advisory: work goes on without them
+            self._on_event("leases", {"message": str(error)})
+
+    def _patiently(self, action: Callable[[], T]) -> T:
+        """Repeats a store action while the store is down, up to 15 minutes."""
+        deadline = self._clock() + STORE_PATIENCE_S
+        pause = 1.0
+        while True:
+            try:
+                return action()
+            except StoreUnavailable as error:
+                if self._clock() > deadline or self.stop.is_set():
+                    raise
+                self._on_event("store", {"message": str(error)})
+                time.sleep(pause)
+                pause = min(30.0, pause * 2)

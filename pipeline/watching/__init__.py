@@ -1,0 +1,1 @@
+"""Watch a job: status, progress, preview, metrics, doctor."""

@@ -1,0 +1,150 @@
+"""What a person sees while a job runs: a live line on a terminal, plain lines elsewhere, and the preview and summary."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.planning.plan import Planned
+from pipeline.running.driver import Outcome, Tally
+from pipeline.running.inline_pool import PoolState
+
+BYTES_PER_ROW = 280  # the open layout at K = 100
+
+
+def human(number: float, unit: str = "") -> str:
+    """1234567 → 1.23 M."""
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g} {suffix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """90 → 1 min 30 s."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+class Progress:
+    """Prints progress; `rate` is over the last interval, `overall` since the first token."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._began = time.monotonic()
+        self._last = (time.monotonic(), 0)
+        self._busy: dict[str, tuple[float, float]] = {}
+        self._status = console.status("starting") if console.is_terminal else None
+        if self._status is not None:
+            self._status.start()
+
+    def __call__(self, tally: Tally, state: PoolState) -> None:
+        now = time.monotonic()
+        then, tokens = self._last
+        rate = (tally.tokens - tokens) / max(now - then, 1e-9)
+        self._last = (now, tally.tokens)
+        line = self.line(tally, state, rate, now - self._began)
+        line += self._engines(state.workers, now)
+        if self._status is not None:
+            self._status.update(line)
+        else:
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def _engines(self, workers: list[dict[str, Any]], now: float) -> str:
+        """Share of the last interval in which the engines held work: the mean, and the idlest by name."""
+        shares: dict[str, float] = {}
+        for worker in workers:
+            name, busy = worker["name"], worker["busy_s"]
+            if name in self._busy:
+                then, before = self._busy[name]
+                shares[name] = min(1.0, (busy - before) / max(now - then, 1e-9))
+            self._busy[name] = (now, busy)
+        if not shares:
+            return ""
+        mean = sum(shares.values()) / len(shares)
+        idlest = min(shares, key=lambda name: shares[name])
+        return f"  ·  engines busy {mean:.0%}" + (f" (least: {idlest} {shares[idlest]:.0%})" if len(shares) > 1 else "")
+
+    def line(self, tally: Tally, state: PoolState, rate: float, elapsed: float) -> str:
+        overall = tally.tokens / max(elapsed, 1e-9)
+        parts = [
+            f"{tally.done}/{tally.total} shards",
+            f"{human(tally.tokens)} tokens",
+            f"{human(rate)}/s now, {human(overall)}/s overall",
+            f"{state.ready}/{state.wanted} teachers" + (f" ({state.starting} starting)" if state.starting else ""),
+        ]
+        if overall > 0 and tally.estimated_tokens_left > 0:
+            parts.append(f"about {duration(tally.estimated_tokens_left / overall)} left")
+        if tally.retries:
+            parts.append(f"{tally.retries} retries")
+        if tally.quarantined:
+            parts.append(f"{tally.quarantined} quarantined")
+        if tally.drops:
+            parts.append(f"{sum(tally.drops.values())} documents dropped")
+        return "  ·  ".join(parts)
+
+    def event(self, name: str, details: dict[str, Any]) -> None:
+        if name in ("failed", "quarantined", "store"):
+            text = "  ".join(f"{key}={value}" for key, value in details.items())
+            self.console.print(f"{name}: {text}", soft_wrap=True, markup=False, highlight=False)
+
+    def close(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def show_plan(console: Console, planned: Planned, tokens_per_s: float | None, gpus: float = 1.0) -> None:
+    """The preview; estimates are called estimates.  tokens_per_s is of one teacher, which holds `gpus`."""
+    table = Table(title="Plan (documents, tokens, rows and drops are estimates from a sample of each file)")
+    for name in ("source", "files", "bytes", "shards", "≈ documents", "≈ tokens", "≈ rows", "≈ dropped"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for e in planned.estimates:
+        dropped = ", ".join(f"{reason} {count}" for reason, count in e.drops.most_common(4)) or "none"
+        table.add_row(
+            e.source,
+            str(e.files),
+            human(e.bytes, "B"),
+            str(e.shards),
+            human(e.documents),
+            human(e.tokens),
+            human(e.rows),
+            dropped,
+        )
+    console.print(table)
+    rows, tokens = sum(e.rows for e in planned.estimates), sum(e.tokens for e in planned.estimates)
+    console.print(f"storage: about {human(rows * BYTES_PER_ROW, 'B')} ({BYTES_PER_ROW} bytes a row in the open layout)")
+    if tokens_per_s:
+        console.print(
+            f"teacher time: about {gpus * tokens / tokens_per_s / 3600:.2f} GPU-hours at {human(tokens_per_s)} tokens/s"
+            + (f" of a teacher over {gpus:g} GPUs" if gpus != 1 else "")
+        )
+    else:
+        console.print("teacher time: unknown until a first shard is committed; give --rate TOKENS_PER_S")
+    for warning in planned.warnings:
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+
+def show_outcome(console: Console, outcome: Outcome) -> None:
+    """The summary of a run."""
+    tally = outcome.tally
+    copied = f" of which {human(tally.reused_rows)} copied from other plans" if tally.reused_rows else ""
+    console.print(
+        f"{tally.committed} shards committed ({human(tally.documents)} documents, {human(tally.tokens)} tokens, "
+        f"{human(tally.rows)} rows{copied}, {human(tally.bytes, 'B')}), {tally.found} found committed, "
+        f"{tally.quarantined} quarantined, {tally.retries} retries, {tally.conflicts} lost races, {duration(outcome.seconds)}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if tally.drops:
+        console.print(
+            "dropped: " + ", ".join(f"{k} {v}" for k, v in sorted(tally.drops.items())), highlight=False, soft_wrap=True
+        )
+    for shard, message in list(outcome.quarantined.items())[:20]:
+        console.print(f"quarantined {shard}: {message}", markup=False, highlight=False, soft_wrap=True)

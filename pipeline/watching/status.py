@@ -1,0 +1,119 @@
+"""The state of a cache from its store alone: anybody with read access may watch a job."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.running.job import read_spec
+from pipeline.watching.progress import duration, human
+from teachercache import CacheWriter, Commit, Store
+from teachercache.errors import NotACache
+from teachercache.format.layout import COMMITS
+from teachercache.write.publish import read_many, read_quarantines
+
+
+def _reader(url: str) -> CacheWriter:
+    """A CacheWriter used for reading only: nothing is probed, nothing is written."""
+    return CacheWriter(Store.open(url), read_spec(url))
+
+
+def read_status(url: str) -> dict[str, Any]:
+    """Counts over all plans of a cache.  Cost: one listing and one small read per commit, sixteen at a time."""
+    cache = _reader(url)
+    planned = {s.shard_id: s for plan in cache.plans().values() for s in plan.shards}
+    commits = list(cache.commits())
+    done = {c.shard_id for c in commits}
+    shards, broken = 0, 0
+    for shard_id, entry in read_quarantines(cache.store).items():
+        if entry.reason.startswith("document:"):
+            broken += len(entry.documents)
+        elif shard_id not in done:
+            shards += 1
+    drops: Counter[str] = Counter()
+    for commit in commits:
+        drops.update(commit.drops)
+    left = sum(s.estimated_tokens for i, s in planned.items() if i not in done)
+    return {
+        "url": url,
+        "time": time.time(),
+        "planned": len(planned),
+        "committed": len(done & planned.keys()) if planned else len(done),
+        "quarantined": shards,
+        "documents": sum(c.documents for c in commits),
+        "tokens": sum(c.tokens for c in commits),
+        "rows": sum(c.rows for c in commits),
+        "reused_rows": sum(_reused(c, "rows") for c in commits),
+        "bytes": sum(f.size for c in commits for f in c.files),
+        "drops": dict(drops),
+        "broken_documents": broken,
+        "estimated_tokens_left": left,
+        "complete": bool(planned) and planned.keys() <= done,
+    }
+
+
+def _reused(commit: Commit, what: str) -> int:
+    """Records, rows or tokens of a commit that were copied from commits of other plans."""
+    return int((commit.provenance.get("reused") or {}).get(what, 0))
+
+
+def measured_rate(url: str, most: int = 50) -> float | None:
+    """Tokens/s of one teacher as the cache's own commits record it; None where there is none yet."""
+    try:
+        cache = _reader(url)
+    except NotACache:
+        return None
+    paths = [o.path for o in cache.store.list(COMMITS)][:most]
+    tokens = seconds = 0.0
+    for commit in read_many(cache.store, Commit, paths):
+        tokens += commit.tokens - _reused(commit, "tokens")
+        seconds += float(commit.provenance.get("teacher_seconds") or 0.0)
+    return tokens / seconds if seconds > 0 else None
+
+
+def show_status(console: Console, report: dict[str, Any], before: dict[str, Any] | None) -> None:
+    table = Table(title=report["url"], show_header=False)
+    state = (
+        "complete" if report["complete"] else f"about {human(report['estimated_tokens_left'])} tokens left (estimate)"
+    )
+    table.add_row(
+        "shards",
+        f"{report['committed']} of {report['planned']} committed, {report['quarantined']} quarantined; {state}",
+    )
+    table.add_row("documents", human(report["documents"]))
+    table.add_row("tokens, rows", f"{human(report['tokens'])}, {human(report['rows'])}")
+    if report["reused_rows"]:
+        table.add_row("rows re-used", f"{human(report['reused_rows'])} copied from other plans instead of computed")
+    table.add_row("size", human(report["bytes"], "B"))
+    for reason, count in sorted(report["drops"].items()):
+        table.add_row(f"dropped: {reason}", str(count))
+    if before is not None:
+        rate = (report["tokens"] - before["tokens"]) / max(report["time"] - before["time"], 1e-9)
+        left = f", about {duration(report['estimated_tokens_left'] / rate)} left" if rate > 0 else ""
+        table.add_row("rate", f"{human(rate)} tokens/s{left}")
+    console.print(table)
+
+
+def read_quarantine(url: str) -> list[dict[str, Any]]:
+    """Quarantined shards without a commit, and documents left out of committed shards."""
+    cache = _reader(url)
+    committed = cache.committed()
+    entries = []
+    for shard_id, entry in sorted(read_quarantines(cache.store).items()):
+        scope = "document" if entry.reason.startswith("document:") else "shard"
+        if scope == "shard" and shard_id in committed:
+            continue
+        entries.append(
+            {
+                "scope": scope,
+                "shard_id": shard_id,
+                "reason": entry.reason.removeprefix("document:"),
+                "message": entry.message,
+                "documents": list(entry.documents),
+            }
+        )
+    return entries

@@ -1,0 +1,89 @@
+"""Names of the objects of a cache, and the only parser of them. Pure functions; paths are relative to the cache."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from teachercache.errors import UnsafeManifest, UsageError
+from teachercache.format.record import NAME
+
+SPEC = "spec.json"
+COMMITS = "commits/"
+MANIFESTS = "manifests/"
+PLANS = "plans/"
+DATA = "data/"
+QUARANTINE = "quarantine/"
+LEASES = "leases/"
+TOKENIZER = "tokenizer/"
+PROBES = "probes/"  # scratch of the start-up probe and of reading the server's clock; `gc` removes leftovers
+
+SHARD_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,126}[A-Za-z0-9])?")
+ATTEMPT = re.compile(r"[0-9a-f]{32}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+_DATA_PATH = re.compile(
+    rf"data/codec=(?P<codec>[a-z0-9]{{1,32}})/split=(?P<split>{NAME.pattern})/source=(?P<source>{NAME.pattern})/"
+    rf"(?P<shard>{SHARD_ID.pattern})-(?P<attempt>{ATTEMPT.pattern})\.parquet"
+)
+_MANIFEST_PATH = re.compile(r"manifests/(\d{8})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    codec: str
+    split: str
+    source: str
+    shard_id: str
+    attempt: str
+
+    def __str__(self) -> str:
+        return f"data/codec={self.codec}/split={self.split}/source={self.source}/{self.shard_id}-{self.attempt}.parquet"
+
+
+def parse_data_path(path: str) -> DataPath:
+    """The parts of a data file's name; anything else (absolute, `..`, another bucket) raises UnsafeManifest."""
+    match = _DATA_PATH.fullmatch(path)
+    if match is None:
+        shown = path if len(path) <= 120 else path[:117] + "..."
+        raise UnsafeManifest(
+            f"{shown!r} is not a data file of this cache: expected data/codec=C/split=S/source=S/SHARD-ATTEMPT.parquet; "
+            "the manifest is damaged or not to be trusted."
+        )
+    return DataPath(match["codec"], match["split"], match["source"], match["shard"], match["attempt"])
+
+
+def is_data_path(path: str) -> bool:
+    """Whether a name below data/ is a data file's; others (a _SUCCESS, a .DS_Store) are not ours to judge."""
+    return _DATA_PATH.fullmatch(path) is not None
+
+
+def check_shard_id(shard_id: str) -> str:
+    if SHARD_ID.fullmatch(shard_id) is None:
+        raise UsageError(f"shard id {shard_id!r} must match {SHARD_ID.pattern}")
+    return shard_id
+
+
+def commit_path(shard_id: str) -> str:
+    return f"{COMMITS}{check_shard_id(shard_id)}.json"
+
+
+def plan_path(digest: str) -> str:
+    return f"{PLANS}{digest}.json"
+
+
+def manifest_path(number: int) -> str:
+    return f"{MANIFESTS}{number:08d}.json"
+
+
+def manifest_number(path: str) -> int | None:
+    """The number in a manifest's name, or None for a name that is not a manifest's."""
+    match = _MANIFEST_PATH.fullmatch(path)
+    return int(match[1]) if match else None
+
+
+def quarantine_path(shard_id: str, attempt: str) -> str:
+    return f"{QUARANTINE}{check_shard_id(shard_id)}/{attempt}.json"
+
+
+def tokenizer_path(digest: str, name: str) -> str:
+    return f"{TOKENIZER}{digest}/{name}"

@@ -1,0 +1,1 @@
+"""Data files: encode, decode and check Parquet in both codecs."""

@@ -1,0 +1,263 @@
+"""The compact layout: about two thirds of the open one's bytes, lossy within a bound that is checked row by row.
+
+Ids lose their order and get it back: a row is stored sorted by id, as differences, after the vocabulary was renumbered
+by frequency (so that differences are small); beside each id stands the *level* of its log-probability. Sorting by
+level restores the row's order. Levels are the points of a fixed grid in log-probability, finest at probability 1:
+
+    grid_j[0] = 0,   grid_j[i+1] = grid_j[i] + min(BASE * exp(grid_j[i] / 2), CAP) / 2**j      log p = -grid_j[level]
+
+so that the error of an entry is about BASE/2 * sqrt(p), and the L1 error of a row BASE/2 * sum(sqrt(p)). A row whose
+error would exceed MAX_L1 takes the next finer grid j. Rounding errors are carried from each entry to the next smaller
+one, within one level, so that the mass of the K stays what it was. The tail is stored exactly.
+
+Bound: sum |p - p'| over the K entries and the tail <= 0.01 for every row, or encoding raises. The largest error of a file
+stands in its footer as teachercache.compact.max_l1. Entries whose levels are equal come back ordered by frequency.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from teachercache.errors import CorruptFile, InvalidRecord
+from teachercache.format.record import MASS_SLACK, Float32Array, Int32Array
+from teachercache.parquet.block import Block
+from teachercache.parquet.open import (
+    _LEAF,
+    ENCODINGS,
+    common_columns,
+    decode_block,
+    list_parts,
+    meta_columns,
+    nested,
+    numbers,
+    ragged,
+    row_columns,
+    writer_options,
+)
+from teachercache.parquet.open import column as table_column
+
+MAX_L1 = 0.01
+BASE, CAP = 0.004, 0.25
+SCALES = 6  # grids; the finest has steps of BASE / 32
+LOWEST = 40.0  # nats; smaller probabilities (4e-18) come back as this
+FREQUENT = 8192  # ids that are renumbered; the others keep their order behind them
+ORDER_KEY = b"teachercache.compact.frequent_ids"
+L1_KEY = b"teachercache.compact.max_l1"
+
+COMPACT_ENCODINGS = {path: how for path, how in ENCODINGS.items() if not path.startswith("topk_")} | {
+    f"topk_id_delta.{_LEAF}.{_LEAF}": "BYTE_STREAM_SPLIT",
+    f"topk_level.{_LEAF}.{_LEAF}": "BYTE_STREAM_SPLIT",
+}
+
+
+class CompactCodec:
+    """See the module. One object encodes one file: the renumbering comes from its first block."""
+
+    name = "compact"
+
+    def __init__(self, top_k: int, vocab_size: int) -> None:
+        self.top_k = top_k
+        self.vocab_size = vocab_size
+        self.max_l1 = 0.0
+        self._frequent: Int32Array | None = None
+        self._number: Int32Array | None = None  # id -> number
+        self._decoded: tuple[bytes, Int32Array] | None = None
+
+    def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
+        assert block.topk_ids is not None
+        assert block.topk_logprobs is not None
+        assert block.row_offsets is not None
+        if self._number is None:
+            self._frequent = frequent_ids(block.topk_ids, self.vocab_size)
+            self._number = np.argsort(numbering(self._frequent, self.vocab_size)).astype(np.int32)
+        level, scale, error = quantise(block.topk_logprobs)
+        worst = float(error.max())
+        if worst > MAX_L1:
+            raise InvalidRecord(
+                "compact_bound", f"a row cannot be kept within an L1 error of {MAX_L1}: {worst:.4f}; use the open codec"
+            )
+        self.max_l1 = max(self.max_l1, worst)
+        number = self._number[block.topk_ids]
+        order = np.argsort(number, axis=1)
+        number, level = np.take_along_axis(number, order, 1), np.take_along_axis(level, order, 1)
+        return pa.table(
+            {
+                **common_columns(block),
+                "topk_id_delta": nested(np.diff(number, axis=1, prepend=np.int32(0)), block.row_offsets),
+                "topk_level": nested(level, block.row_offsets),
+                "topk_scale": ragged(pa.array(scale), block.row_offsets),
+                **row_columns(block),
+                **meta_columns(block, meta_types),
+            }
+        )
+
+    def decode(self, table: pa.Table) -> Block:
+        delta, level = (self._flat(table, name) for name in ("topk_id_delta", "topk_level"))
+        topk_ids = topk_logprobs = None
+        if delta is not None and level is not None:
+            scale = numbers(list_parts(table_column(table, "topk_scale"))[1], np.uint8)
+            topk_ids, topk_logprobs = self._restore(delta, level, scale, self._order_of(table))
+        return decode_block(table, topk_ids=topk_ids, topk_logprobs=topk_logprobs, row_list="topk_level")
+
+    def physical_columns(self, names: set[str]) -> list[str] | None:
+        stored = names - {"split", "source", "meta", "topk_ids", "topk_logprobs"}
+        if names & {"topk_ids", "topk_logprobs"}:  # each needs the other: the order comes from the levels
+            stored |= {"topk_id_delta", "topk_level", "topk_scale"}
+        return sorted(stored)
+
+    def writer_options(self, schema: pa.Schema) -> dict[str, Any]:
+        return writer_options(schema, COMPACT_ENCODINGS)
+
+    def opening_metadata(self) -> dict[str, str]:
+        assert self._frequent is not None
+        packed = zlib.compress(self._frequent.astype("<i4").tobytes(), 9)
+        return {ORDER_KEY.decode(): base64.b64encode(packed).decode()}
+
+    def closing_metadata(self) -> dict[str, str]:
+        return {L1_KEY.decode(): f"{self.max_l1:.6f}"}
+
+    def _flat(self, table: pa.Table, name: str) -> Int32Array | None:
+        _, lists = list_parts(table_column(table, name))
+        return None if lists is None else numbers(lists.flatten(), np.int32).reshape(-1, self.top_k)
+
+    def _restore(
+        self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array
+    ) -> tuple[Int32Array, Float32Array]:
+        """[R, K] differences and levels -> ids and log-probabilities by descending log-probability.
+
+        Level and number are packed into one integer, so that a single vectorised sort does the work.
+        """
+        number = np.cumsum(delta, axis=1, dtype=np.int32)
+        if number.size and (
+            number.min() < 0 or number.max() >= len(order) or level.min() < 0 or level.max() >= len(_grids()[0])
+        ):
+            raise ValueError("a stored id or level lies outside its range")
+        bits = max(1, int(len(order) - 1).bit_length())
+        wide = np.int32 if bits + len(_grids()[0]).bit_length() < 31 else np.int64
+        key: npt.NDArray[Any] = level.astype(wide)
+        key <<= bits
+        key |= number
+        key.sort(axis=1)
+        ids = order[key & ((1 << bits) - 1)]
+        level = key >> bits
+        coarse = -_grids()[1][0]
+        logprobs = coarse[level]
+        for j in np.unique(scale[scale > 0]):
+            rows = scale == j
+            logprobs[rows] = -_grids()[1][j][level[rows]]
+        return ids, logprobs
+
+    def _order_of(self, table: pa.Table) -> Int32Array:
+        """number -> id of the file that a table came from."""
+        stored = (table.schema.metadata or {}).get(ORDER_KEY)
+        if stored is None:
+            if self._frequent is None:
+                raise CorruptFile(f"a compact file lacks {ORDER_KEY.decode()} in its footer.")
+            return numbering(self._frequent, self.vocab_size)
+        if self._decoded is None or self._decoded[0] != stored:
+            try:
+                data = zlib.decompressobj().decompress(base64.b64decode(stored, validate=True), 4 * FREQUENT + 1)
+            except zlib.error as error:
+                raise ValueError(f"the renumbering in the footer is damaged: {error}") from error
+            if len(data) % 4 or len(data) > 4 * FREQUENT:
+                raise ValueError("the renumbering in the footer has a wrong length")
+            self._decoded = (stored, numbering(np.frombuffer(data, "<i4").astype(np.int32), self.vocab_size))
+        return self._decoded[1]
+
+
+def frequent_ids(topk_ids: Int32Array, vocab_size: int) -> Int32Array:
+    """The most frequent ids of a block, most frequent first; at most FREQUENT."""
+    counts = np.bincount(topk_ids.reshape(-1), minlength=vocab_size)
+    order = np.argsort(-counts, kind="stable")[:FREQUENT]
+    return order[counts[order] > 0].astype(np.int32)
+
+
+def numbering(frequent: Int32Array, vocab_size: int) -> Int32Array:
+    """number -> id: the frequent ids first, then all others in their own order."""
+    if frequent.size and (
+        frequent.min() < 0 or frequent.max() >= vocab_size or len(np.unique(frequent)) != len(frequent)
+    ):
+        raise ValueError("the renumbering in the footer is not one of this vocabulary")
+    rest = np.ones(vocab_size, dtype=bool)
+    rest[frequent] = False
+    return np.concatenate([frequent, np.flatnonzero(rest).astype(np.int32)])
+
+
+@functools.cache
+def _grids() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+    """(points of the finest grid, for its length; [SCALES, levels] all grids, padded by their last point)."""
+    grids = []
+    for j in range(SCALES):
+        points = [0.0]
+        while points[-1] < LOWEST:
+            points.append(points[-1] + min(BASE * float(np.exp(points[-1] / 2)), CAP) / 2**j)
+        grids.append(np.array(points))
+    longest = max(len(g) for g in grids)
+    table = np.stack([np.pad(g, (0, longest - len(g)), mode="edge") for g in grids]).astype(np.float32)
+    return grids[-1], table
+
+
+def _grid(j: int) -> npt.NDArray[np.float64]:
+    table = _grids()[1][j].astype(np.float64)
+    return table[: int(np.argmax(table)) + 1]
+
+
+def quantise(topk_logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+    """[R, K] -> levels [R, K], grid of each row [R], L1 error of each row [R].
+
+    A row that was read from a compact file keeps its levels: a second rounding would add another MAX_L1. What the first
+    one moved is not known any more, so the bound stands in for its error.
+    """
+    level = np.zeros(topk_logprobs.shape, dtype=np.int32)
+    scale = np.zeros(len(topk_logprobs), dtype=np.uint8)
+    error = np.full(len(topk_logprobs), np.inf)
+    for j in range(SCALES):
+        rows = np.flatnonzero(np.isinf(error))
+        rows = rows[_on_grid(_grid(j), topk_logprobs[rows, :4])]  # most rows of a teacher end here
+        rows = rows[_on_grid(_grid(j), topk_logprobs[rows])]
+        level[rows], scale[rows], error[rows] = _nearest(_grid(j), topk_logprobs[rows]), j, MAX_L1
+    rows = np.flatnonzero(np.isinf(error))
+    for j in range(SCALES):
+        level[rows], error[rows] = _quantise_on(_grid(j), topk_logprobs[rows])
+        scale[rows] = j
+        rows = rows[error[rows] > MAX_L1]
+        if not rows.size:
+            break
+    return level, scale, error
+
+
+def _nearest(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> Int32Array:
+    return np.searchsorted((grid[1:] + grid[:-1]) / 2, -logprobs.astype(np.float64)).astype(np.int32)
+
+
+def _on_grid(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> npt.NDArray[np.bool_]:
+    """[R, k] -> [R]: rows whose every entry is a point, or a point that the open codec rounded to float16."""
+    point = (-grid).astype(np.float32)[_nearest(grid, logprobs)]
+    return np.all((logprobs == point) | (logprobs == point.astype(np.float16)), axis=1)
+
+
+def _quantise_on(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.float64]]:
+    """Nearest points, each moved by at most one level so that the errors of a row cancel."""
+    middle = (grid[1:] + grid[:-1]) / 2
+    probability = np.exp(logprobs.astype(np.float64))
+    point = np.exp(-grid)
+    level = _nearest(grid, logprobs)
+    carry = np.zeros(len(level))
+    for k in range(level.shape[1]):
+        wanted = np.maximum(probability[:, k] + carry, 1e-30)
+        moved = np.searchsorted(middle, -np.log(wanted))
+        level[:, k] = np.clip(moved, level[:, k] - 1, level[:, k] + 1)
+        carry = probability[:, k] + carry - point[level[:, k]]
+    heavy = np.flatnonzero(
+        point[level].sum(1) > 1 + MASS_SLACK / 2
+    )  # a nearly certain token has nobody to hand its error to
+    level[heavy, 0] += 1
+    return level, np.abs(point[level] - probability).sum(1)

@@ -1,0 +1,339 @@
+"""One Parquet data file: built whole on local disk, read back by row group."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from teachercache.errors import (
+    CorruptFile,
+    InvalidRecord,
+    MissingObject,
+    UnsafeManifest,
+    UsageError,
+)
+from teachercache.format import layout
+from teachercache.format.record import Record, check_record
+from teachercache.format.spec import CacheSpec, Strict
+from teachercache.parquet.codecs import Block, Codec, get_codec
+from teachercache.parquet.open import (
+    META_PREFIX,
+    column,
+    meta_array,
+    meta_kind,
+    meta_type,
+)
+from teachercache.store.store import Store
+
+ROWS_PER_GROUP = 16_384  # about 4.5 MB: one range request, small enough to shuffle, large enough to compress
+GROUP_BYTES = 2**26  # of the top-K of a row group, which a large K reaches before ROWS_PER_GROUP
+MAX_GROUP_BYTES = 2**31  # uncompressed; a lying footer must not make a reader allocate more
+MAX_FILE_BYTES = 2**37  # 128 GiB; nobody writes such a file, and a manifest that claims more is refused
+DOWNLOAD_BYTES = 2**23  # one range request
+PRE_BUFFER = True  # one range request for the wanted columns of a row group, from another thread
+RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
+
+
+class FileEntry(Strict):
+    """One data file as a commit and a manifest name it."""
+
+    path: str
+    codec: str
+    split: str
+    source: str
+    size: int = Field(ge=0, description="bytes")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    records: int = Field(ge=0, le=2**31)
+    documents: int = Field(ge=0, le=2**31, description="distinct doc_id")
+    tokens: int = Field(ge=0, le=2**40)
+    rows: int = Field(ge=0, le=2**40)
+    row_groups: int = Field(ge=0, le=2**24, description="Parquet row groups; a stream plans from it without any footer")
+
+
+class FileBuilder:
+    """Writes the records of one (split, source) of one shard attempt to a local Parquet file."""
+
+    def __init__(self, folder: Path, where: layout.DataPath, spec: CacheSpec) -> None:
+        self.where = where
+        self.local = folder / str(where).replace("/", "__")
+        self._spec, self._digest = spec, spec.digest
+        self._codec = get_codec(where.codec, spec.top_k, spec.tokenizer.vocab_size)
+        self._pending: list[Record] = []
+        self._pending_rows = self._pending_bytes = 0
+        self._meta_kinds: dict[str, set[type]] = {}
+        self._writer: pq.ParquetWriter | None = None
+        self._documents: set[str] = set()
+        self._windows: set[tuple[str, int]] = set()
+        self._records = self._tokens = self._rows = self._groups = 0
+
+    def add(self, record: Record) -> None:
+        """Check and buffer a record; writes a row group when enough rows wait."""
+        check_record(record, vocab_size=self._spec.tokenizer.vocab_size, top_k=self._spec.top_k)
+        size = _group_bytes(record)
+        if size > MAX_GROUP_BYTES // 2:
+            raise InvalidRecord(
+                "too_long",
+                f"its rows take {size:,} bytes, limit {MAX_GROUP_BYTES // 2:,}; split it into windows",
+                doc_id=record.doc_id,
+                window=record.window,
+            )
+        name = (record.doc_id, record.window)
+        if name in self._windows:
+            raise InvalidRecord(
+                "duplicate", "the document and window stand in this shard already", doc_id=name[0], window=name[1]
+            )
+        self._windows.add(name)
+        self._documents.add(record.doc_id)
+        for key, value in record.meta.items():
+            kinds = self._meta_kinds.setdefault(key, set())
+            if value is not None:
+                kinds.add(meta_kind(value))
+        self._pending.append(record)
+        self._pending_rows += len(record.row_pos)
+        self._pending_bytes += size
+        self._records += 1
+        self._tokens += len(record.input_ids)
+        self._rows += len(record.row_pos)
+        if self._pending_rows >= ROWS_PER_GROUP or self._pending_bytes >= GROUP_BYTES:
+            self._flush()
+
+    def close(self) -> FileEntry:
+        """Finish the file, read all of it back, and describe it."""
+        self._flush()
+        assert self._writer is not None
+        if extra := self._codec.closing_metadata():
+            self._writer.add_key_value_metadata(extra)
+        self._writer.close()
+        self._verify()
+        return FileEntry(
+            path=str(self.where), codec=self.where.codec, split=self.where.split, source=self.where.source,
+            size=self.local.stat().st_size, sha256=sha256_file(self.local), records=self._records,
+            documents=len(self._documents), tokens=self._tokens, rows=self._rows, row_groups=self._groups,
+        )  # fmt: skip
+
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self.local.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        types = {name: meta_type(kinds) for name, kinds in self._meta_kinds.items()}
+        table = self._codec.encode(Block.from_records(self._pending), types)
+        if (self._writer is not None and self._writer.schema.names != table.schema.names) or (
+            self._writer is not None
+            and any(self._writer.schema.field(META_PREFIX + name).type != kind for name, kind in types.items())
+        ):
+            self._widen(types)
+        if self._writer is None:
+            self._writer = self._open(self.local, table.schema)
+        self._writer.write_table(table, row_group_size=len(table))
+        self._groups += 1
+        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
+
+    def _open(self, path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+        named = {
+            "teachercache.format_version": str(self._spec.format_version),
+            "teachercache.spec_digest": self._digest,
+            "teachercache.codec": self.where.codec,
+            "teachercache.shard_id": self.where.shard_id,
+            "teachercache.attempt": self.where.attempt,
+            **self._codec.opening_metadata(),
+        }
+        return pq.ParquetWriter(path, schema.with_metadata(named), **self._codec.writer_options(schema))
+
+    def _widen(self, types: dict[str, pa.DataType]) -> None:
+        """A later record brought a new meta column or another type: rewrite what is written so far. Rare."""
+        assert self._writer is not None
+        self._writer.close()
+        old = self.local.with_suffix(".old")
+        self.local.rename(old)
+        file, self._writer = pq.ParquetFile(old), None
+        for i in range(file.num_row_groups):
+            table = file.read_row_group(i)
+            core = table.select([n for n in table.column_names if not n.startswith(META_PREFIX)])
+            for name in sorted(types):
+                stored = column(table, META_PREFIX + name)
+                values = [None] * len(table) if stored is None else stored.to_pylist()
+                core = core.append_column(META_PREFIX + name, meta_array(values, types[name]))
+            if self._writer is None:
+                self._writer = self._open(self.local, core.schema)
+            self._writer.write_table(core, row_group_size=len(core))
+        old.unlink()
+
+    def _verify(self) -> None:
+        """Decode what was written: a bad disk or a codec's bug is found before anything is uploaded."""
+        records = rows = tokens = 0
+        with pq.ParquetFile(self.local) as file:
+            for i in range(file.num_row_groups):
+                block = self._codec.decode(file.read_row_group(i))
+                assert block.input_ids is not None
+                assert block.row_pos is not None
+                records, rows, tokens = records + len(block), rows + len(block.row_pos), tokens + len(block.input_ids)
+        if (records, rows, tokens) != (self._records, self._rows, self._tokens):
+            raise CorruptFile(
+                f"{self.local.name}: wrote {self._records} records, {self._rows} rows, {self._tokens} tokens but read back "
+                f"{records}, {rows}, {tokens}; check the local disk."
+            )
+
+
+class DataFile:
+    """A committed file, opened for reading. Every claim of its entry that a footer can show is checked."""
+
+    def __init__(
+        self,
+        store: Store,
+        entry: FileEntry,
+        spec: CacheSpec,
+        *,
+        footer: pq.FileMetaData | None = None,
+        local: pa.NativeFile | None = None,
+    ) -> None:
+        """`footer` saves reading it again; `local` is a verified copy that is read instead of the object."""
+        self.entry = entry
+        self._codec = get_codec(entry.codec, spec.top_k, spec.tokenizer.vocab_size)
+        try:
+            source = store.open_input(entry.path, size=entry.size) if local is None else local
+            if source.size() != entry.size:
+                raise CorruptFile(f"{entry.path} is {source.size():,} bytes long, its entry says {entry.size:,}.")
+            self._file = pq.ParquetFile(source, metadata=footer, pre_buffer=PRE_BUFFER, page_checksum_verification=True)
+        except MissingObject as error:
+            raise _gone(error) from error
+        except (pa.ArrowException, OSError) as error:
+            raise CorruptFile(f"{entry.path} is not readable as Parquet: {_first_line(error)}") from error
+        if footer is None:
+            self._check_footer(spec)
+
+    def _check_footer(self, spec: CacheSpec) -> None:
+        entry, footer = self.entry, self._file.metadata
+        named = {
+            k.decode(): v.decode(errors="replace")
+            for k, v in (footer.metadata or {}).items()
+            if k.startswith(b"teacher")
+        }
+        for name, expected in (("spec_digest", spec.digest), ("codec", entry.codec)):
+            if named.get(f"teachercache.{name}") != expected:
+                raise CorruptFile(
+                    f"{entry.path}: its {name} is {named.get(f'teachercache.{name}')}, expected {expected}."
+                )
+        where = layout.parse_data_path(entry.path)
+        if (named.get("teachercache.shard_id"), named.get("teachercache.attempt")) != (where.shard_id, where.attempt):
+            raise CorruptFile(
+                f"{entry.path} holds the data of shard {named.get('teachercache.shard_id')}: files were swapped."
+            )
+        if footer.num_row_groups != entry.row_groups:
+            raise CorruptFile(
+                f"{entry.path} holds {footer.num_row_groups} row groups, its entry says {entry.row_groups}."
+            )
+        if footer.num_rows != entry.records:
+            raise CorruptFile(f"{entry.path} holds {footer.num_rows} records, its entry says {entry.records}.")
+        for i in range(footer.num_row_groups):
+            if not 0 <= footer.row_group(i).total_byte_size <= MAX_GROUP_BYTES:
+                raise UnsafeManifest(
+                    f"{entry.path}: row group {i} claims {footer.row_group(i).total_byte_size:,} bytes."
+                )
+
+    @property
+    def num_groups(self) -> int:
+        return self._file.num_row_groups
+
+    def group_records(self) -> list[int]:
+        """Records of each row group."""
+        return [self._file.metadata.row_group(i).num_rows for i in range(self.num_groups)]
+
+    @property
+    def footer(self) -> pq.FileMetaData:
+        return self._file.metadata
+
+    def meta_types(self) -> dict[str, pa.DataType]:
+        """Name -> type of each column of the corpus."""
+        fields = (field for field in self._file.schema_arrow if field.name.startswith(META_PREFIX))
+        return {field.name.removeprefix(META_PREFIX): field.type for field in fields}
+
+    def read_group(self, i: int, columns: set[str] | None = None) -> Block:
+        """One row group as a Block; `columns` are Record fields, None = all. Raises CorruptFile."""
+        try:
+            table = self._file.read_row_group(i, columns=self._physical(columns), use_threads=False)
+            block = self._codec.decode(table)
+        except MissingObject as error:
+            raise _gone(error) from error
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise CorruptFile(f"{self.entry.path}: row group {i} cannot be decoded: {_first_line(error)}") from error
+        return dataclasses.replace(block, split=self.entry.split, source=self.entry.source)
+
+    def blocks(self, columns: set[str] | None = None) -> Iterator[Block]:
+        for i in range(self.num_groups):
+            yield self.read_group(i, columns)
+
+    def close(self) -> None:
+        self._file.close(force=True)
+
+    def __enter__(self) -> DataFile:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _physical(self, columns: set[str] | None) -> list[str] | None:
+        if columns is None:
+            return None
+        names = self._codec.physical_columns(columns)
+        if names is not None and "meta" in columns:
+            names += [n for n in self._file.schema_arrow.names if n.startswith(META_PREFIX)]
+        return names
+
+
+def check_columns(columns: Collection[str] | None) -> set[str] | None:
+    """The Record fields to read, None = all; UsageError for one that a record does not have."""
+    if columns is None:
+        return None
+    if isinstance(columns, str):
+        raise UsageError(f"columns must be a collection of names, found the string {columns!r}; write [{columns!r}].")
+    if unknown := set(columns) - set(RECORD_FIELDS):
+        raise UsageError(f"unknown columns {sorted(unknown)}; a record has {', '.join(RECORD_FIELDS)}.")
+    return set(columns)
+
+
+def download(store: Store, entry: FileEntry, out: BinaryIO) -> str:
+    """Copy a data file into `out`, by range requests; returns the sha256 hex of what came."""
+    digest = hashlib.sha256()
+    for start in range(0, entry.size, DOWNLOAD_BYTES):
+        data = store.read_range(entry.path, start, min(start + DOWNLOAD_BYTES, entry.size))
+        digest.update(data)
+        out.write(data)
+    return digest.hexdigest()
+
+
+def _group_bytes(record: Record) -> int:
+    """About what a record takes in a row group before compression; top-K rows outweigh all else."""
+    return 8 * record.topk_ids.size + 4 * record.input_ids.size
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _gone(error: MissingObject) -> MissingObject:
+    """Said of a file that a manifest or commit names."""
+    return MissingObject(
+        f"{str(error).rstrip('.')}: its manifest expired and gc removed it, or somebody else did; open the newest manifest."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+__all__ = ["Codec", "DataFile", "FileBuilder", "FileEntry", "sha256_file"]

@@ -1,0 +1,1 @@
+"""Read a cache: records, streams, the disk cache and the tokenizer."""

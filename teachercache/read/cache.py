@@ -1,0 +1,168 @@
+"""Cache: a published cache, opened at one manifest."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from teachercache.errors import MissingObject, NotACache, UsageError
+from teachercache.format import layout
+from teachercache.format.record import Record
+from teachercache.format.sealed import read_sealed
+from teachercache.format.spec import CacheSpec
+from teachercache.parquet.datafile import DataFile, check_columns
+from teachercache.read.tokenizer import download_tokenizer
+from teachercache.store.store import Store
+from teachercache.write.publish import (
+    Manifest,
+    ManifestFile,
+    load_manifest,
+    manifest_numbers,
+)
+
+if TYPE_CHECKING:
+    from teachercache.read.stream import RecordStream
+
+
+def open(
+    url: str | os.PathLike[str], manifest: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> Cache:
+    """A cache, pinned to its newest manifest unless a number is given. NotACache where nothing was published."""
+    store = Store.open(url, storage_options)
+    spec = load_spec(store)
+    numbers = manifest_numbers(store)
+    if not numbers:
+        raise NotACache(
+            f"{store.url} has no manifest yet; expected a published cache: wait for its job, or publish it."
+        )
+    number = numbers[-1] if manifest is None else manifest
+    if number not in numbers:
+        raise NotACache(f"{store.url} has no manifest {number}; it has {numbers[0]} to {numbers[-1]}.")
+    cache = Cache(store, spec, load_manifest(store, number, spec.digest))
+    if not cache.manifest.complete:
+        warnings.warn(incomplete_message(cache), IncompleteCacheWarning, stacklevel=2)
+    return cache
+
+
+class IncompleteCacheWarning(UserWarning):
+    """The manifest was published although planned shards were missing."""
+
+
+def incomplete_message(cache: Cache) -> str:
+    m = cache.manifest
+    return (
+        f"{cache.url} manifest {m.number} is incomplete: {m.shards_committed} of {m.shards_planned} planned shards are in it "
+        f"({m.shards_quarantined} in quarantine); re-run its job for the rest."
+    )
+
+
+def load_spec(store: Store) -> CacheSpec:
+    """The identity of the cache at a store's root; NotACache where there is none."""
+    try:
+        return read_sealed(store, CacheSpec, layout.SPEC)
+    except MissingObject as error:
+        raise NotACache(f"{store.url} is not a teacher cache: it has no {layout.SPEC}; check the URL.") from error
+
+
+class Cache:
+    """One manifest of one cache. Reads only files that the manifest names."""
+
+    def __init__(self, store: Store, spec: CacheSpec, manifest: Manifest) -> None:
+        self.store = store
+        self.spec = spec
+        self.manifest = manifest
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        state = "" if m.complete else ", incomplete"
+        return f"Cache({self.url!r}, manifest={m.number}, records={m.records:,}, rows={m.rows:,}, splits={self.splits}{state})"
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    @property
+    def splits(self) -> list[str]:
+        return sorted({f.split for f in self.manifest.files})
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted({f.source for f in self.manifest.files})
+
+    def files(self, split: str | None = None, source: str | None = None) -> list[ManifestFile]:
+        """Entries of the manifest, sorted by path; UsageError names what there is where nothing matches."""
+        found = [f for f in self.manifest.files if split in (None, f.split) and source in (None, f.source)]
+        if not found and (split is not None or source is not None):
+            asked = " and ".join(f"{k} {v!r}" for k, v in (("split", split), ("source", source)) if v is not None)
+            raise UsageError(
+                f"{self.url} has no records of {asked}; its splits: {', '.join(self.splits) or 'none'}"
+                f", its sources: {', '.join(self.sources) or 'none'}."
+            )
+        return found
+
+    def file_url(self, entry: ManifestFile) -> str:
+        """Where a data file lies, as DuckDB, Polars, pandas or Spark take it: s3://..., or a plain local path."""
+        return f"{self.store.root if self.store.is_local else self.url}/{entry.path}"
+
+    def tokenizer_path(self) -> Path:
+        """A local folder with the teacher's tokenizer files, downloaded once."""
+        return download_tokenizer(self.store, self.spec.tokenizer)
+
+    def open_file(self, entry: ManifestFile) -> DataFile:
+        return DataFile(self.store, entry, self.spec)
+
+    def records(
+        self,
+        split: str | None = None,
+        source: str | None = None,
+        columns: Collection[str] | None = None,
+        limit: int | None = None,
+    ) -> Iterator[Record]:
+        """Records in the manifest's order. `columns` are Record fields; those left out come back as None.
+
+        One row group is read ahead in another thread. Memory: about two row groups (30 MB).
+        """
+        wanted = check_columns(columns)
+        left = float("inf") if limit is None else limit
+        for entry in self.files(split, source):
+            # In this order: the thread ends before its file closes.
+            with self.open_file(entry) as file, ThreadPoolExecutor(1) as ahead:
+                waiting = None
+                for i in range(file.num_groups):
+                    block = file.read_group(i, wanted) if waiting is None else waiting.result()
+                    waiting = ahead.submit(file.read_group, i + 1, wanted) if i + 1 < file.num_groups else None
+                    for j in range(len(block)):
+                        if left <= 0:
+                            return
+                        left -= 1
+                        yield block.record(j)
+
+    def stream(
+        self,
+        split: str = "train",
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        state: Mapping[str, Any] | None = None,
+        *,
+        source: str | None = None,
+        shuffle: bool = True,
+        repeat: bool = True,
+        columns: Collection[str] | None = None,
+        prefetch: int = 4,
+        shuffle_groups: int = 8,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 64 * 2**30,
+    ) -> RecordStream:
+        """An endless, shuffled, prefetching stream that resumes exactly; see `teachercache.read.stream.RecordStream`."""
+        from teachercache.read.stream import RecordStream
+
+        return RecordStream(
+            self, split=split, source=source, seed=seed, rank=rank, world_size=world_size, state=state, shuffle=shuffle,
+            repeat=repeat, columns=columns, prefetch=prefetch, shuffle_groups=shuffle_groups, cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
+        )  # fmt: skip

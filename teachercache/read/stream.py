@@ -1,0 +1,229 @@
+"""RecordStream: an endless, shuffled, prefetching stream of records that resumes exactly.
+
+The order is a pure function of (manifest, split, seed, epoch), so the state is a handful of integers:
+
+    unit      one row group of one file; the manifest alone says how many there are
+    epoch     all units in an order permuted by seed and epoch; rank r of W takes every W-th unit, counted on through the
+              epochs, so that no rank runs dry on a small cache and all get equal shares over W epochs
+    window    `shuffle_groups` consecutive units of one rank, whose records are permuted together
+    state     (epoch, window, offset within the window)
+
+Cost: the row groups of two windows in memory (about 15 MB each at K = 100; 2 x 8 of them by default), read by a few
+threads with one range request each. Resuming reads one window again. Records mix across a window, not across the
+whole epoch: neighbours in a file still meet more often than chance.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Collection, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from teachercache.errors import CorruptFile, UsageError
+from teachercache.format.record import Record
+from teachercache.parquet.codecs import Block
+from teachercache.parquet.datafile import DataFile, check_columns
+from teachercache.read.cache import Cache
+from teachercache.read.disk_cache import DiskCache
+from teachercache.write.publish import ManifestFile
+
+STATE_VERSION = 1
+FOOTERS = 256  # kept in memory; a footer is some tens of KB
+Unit = tuple[int, int]  # index into files, row group
+Window = tuple[int, int, list[Unit]]  # epoch, window, its units
+
+
+class RecordStream(Iterator[Record]):
+    """Iterator of Record. Not thread-safe. Close it, or use it as a context manager, to end its threads."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        split: str = "train",
+        source: str | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        state: Mapping[str, Any] | None = None,
+        shuffle: bool = True,
+        repeat: bool = True,
+        columns: Collection[str] | None = None,
+        prefetch: int = 4,
+        shuffle_groups: int = 8,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 64 * 2**30,
+    ) -> None:
+        """
+        split, source    what to read; source None = all
+        seed             with the epoch, decides the order; unused without shuffle
+        rank, world_size this process's share; fixed for the life of a run
+        state            from `state()` of a stream with the same arguments; UsageError where they differ
+        shuffle          False = the manifest's order
+        repeat           False = stop after one epoch (a rank may then get one unit fewer than another)
+        columns          Record fields to read; None = all
+        prefetch         threads that read ahead, each one row group at a time
+        shuffle_groups   row groups whose records are mixed; memory grows with it
+        cache_dir        local folder that keeps whole files, at most cache_bytes of them, for all streams of a node
+        """
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank {rank} must lie in [0, world_size {world_size}).")
+        if min(prefetch, shuffle_groups) < 1:
+            raise UsageError(f"prefetch {prefetch} and shuffle_groups {shuffle_groups} must be at least 1.")
+        self._columns = check_columns(columns)
+        self._cache = cache
+        self._files = [f for f in cache.files(split, source) if f.records]
+        self._units: list[Unit] = [(i, g) for i, file in enumerate(self._files) for g in range(file.row_groups)]
+        if not self._units:
+            raise UsageError(f"{cache.url} has no records of split {split!r}; expected at least one.")
+        self._identity: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "manifest": cache.manifest.digest,
+            "split": split,
+            "source": source,
+            "seed": seed,
+            "rank": rank,
+            "world_size": world_size,
+            "shuffle": shuffle,
+            "shuffle_groups": shuffle_groups,
+        }
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._shuffle, self._repeat, self._group = shuffle, repeat, shuffle_groups
+        self._number, self._pid = cache.manifest.number, os.getpid()
+        self._disk = DiskCache(Path(cache_dir), cache_bytes) if cache_dir is not None else None
+        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(prefetch, thread_name_prefix="teachercache-stream")
+        self._at = self._position(state)
+        self._records = self._run(*self._at)
+
+    def __next__(self) -> Record:
+        """Raises what reading raises; the next call then tries again from the same place, and never skips or ends."""
+        if self._pid != os.getpid():  # its threads stayed behind: it would wait for ever
+            raise UsageError(
+                "a stream does not survive a fork; open it in the process that reads it (a cache may be shared)."
+            )
+        try:
+            return next(self._records)
+        except StopIteration:
+            raise
+        except Exception:
+            self._records = self._run(*self._at)  # a generator that raised would only say that there is no more
+            raise
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able position after the record that came last. A stream opened with it continues with the next one."""
+        epoch, window, offset = self._at
+        position = {"epoch": epoch, "window": window, "offset": offset}
+        return {**self._identity, **position, "manifest_number": self._number}  # the number only to say what to open
+
+    @property
+    def epoch(self) -> int:
+        """Of the record that came last."""
+        return self._at[0]
+
+    def close(self) -> None:
+        """Stop reading ahead and join the threads."""
+        self._records.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> RecordStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the order ---------------------------------------------------------------------------------------------
+
+    def _position(self, state: Mapping[str, Any] | None) -> tuple[int, int, int]:
+        if state is None:
+            return 0, 0, 0
+        wrong = [f"{k}: state {state.get(k)!r}, stream {v!r}" for k, v in self._identity.items() if state.get(k) != v]
+        if wrong:
+            pin = state.get("manifest_number", self._number)
+            hint = "" if pin == self._number else f": manifest {pin}, where this is {self._number}"
+            raise UsageError(
+                f"the state belongs to another stream ({'; '.join(wrong)}); open the one that it came from{hint}."
+            )
+        return int(state["epoch"]), int(state["window"]), int(state["offset"])
+
+    def _epoch_units(self, epoch: int) -> list[Unit]:
+        """This rank's units of an epoch, in order."""
+        count = len(self._units)
+        order = np.random.default_rng([self._seed, epoch]).permutation(count) if self._shuffle else np.arange(count)
+        first = (self._rank - epoch * count) % self._world_size
+        return [self._units[i] for i in order[first :: self._world_size]]
+
+    def _windows(self, epoch: int, window: int) -> Iterator[Window]:
+        """From (epoch, window) on, without end unless repeat is off."""
+        while True:
+            units = self._epoch_units(epoch)
+            for w in range(window, -(-len(units) // self._group)):
+                yield epoch, w, units[w * self._group : (w + 1) * self._group]
+            if not self._repeat:
+                return
+            epoch, window = epoch + 1, 0
+
+    def _run(self, epoch: int, window: int, offset: int) -> Generator[Record, None, None]:
+        ahead: deque[tuple[Window, list[Future[Block]]]] = deque()
+        windows = self._windows(epoch, window)
+        while True:
+            while len(ahead) < 2 and (coming := next(windows, None)) is not None:
+                ahead.append((coming, [self._pool.submit(self._read, unit) for unit in coming[2]]))
+            if not ahead:
+                return
+            (epoch, window, _), futures = ahead.popleft()
+            for i, record in enumerate(self._emit(epoch, window, futures, offset), start=offset + 1):
+                self._at = (epoch, window, i)
+                yield record
+            offset = 0
+
+    def _emit(self, epoch: int, window: int, futures: list[Future[Block]], offset: int) -> Iterator[Record]:
+        """Records of one window from `offset` on."""
+        if not self._shuffle:
+            for future in futures:
+                block = future.result()
+                for i in range(min(offset, len(block)), len(block)):
+                    yield block.record(i)
+                offset = max(0, offset - len(block))
+            return
+        blocks = [future.result() for future in futures]
+        futures.clear()  # a future keeps its block alive
+        where = [(b, i) for b, block in enumerate(blocks) for i in range(len(block))]
+        order = np.random.default_rng([self._seed, epoch, window, self._rank]).permutation(len(where))
+        for k in order[offset:]:
+            b, i = where[k]
+            yield blocks[b].record(i)
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def _read(self, unit: Unit) -> Block:
+        entry = self._files[unit[0]]
+        if self._disk is not None and (local := self._disk.fetch(self._cache.store, entry)) is not None:
+            try:
+                return self._read_from(entry, unit[1], local)
+            except CorruptFile:
+                self._disk.forget(entry)  # it was verified when it came: the disk lost it, and the object decides
+        return self._read_from(entry, unit[1], None)
+
+    def _read_from(self, entry: ManifestFile, group: int, local: pa.NativeFile | None) -> Block:
+        with self._lock:
+            footer = self._footers.get(entry.path)
+        with DataFile(self._cache.store, entry, self._cache.spec, footer=footer, local=local) as file:
+            if footer is None:
+                self._keep_footer(entry, file.footer)
+            return file.read_group(group, self._columns)
+
+    def _keep_footer(self, entry: ManifestFile, footer: pq.FileMetaData) -> None:
+        with self._lock:
+            self._footers[entry.path] = footer
+            while len(self._footers) > FOOTERS:
+                self._footers.popitem(last=False)

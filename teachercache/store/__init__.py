@@ -1,0 +1,1 @@
+"""The object store: verbs, failures, and the read side of commits, plans, quarantines and manifests."""

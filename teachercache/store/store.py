@@ -1,0 +1,505 @@
+"""An object store behind a few verbs: create (never overwrite), read, head, list, open_input, delete, probe.
+
+Everything that the protocol needs from a store is here: a conditional create that tells a lost acknowledgement from
+somebody else's object, listings that are never cached, bounded retries, and errors without credentials. Works on
+`s3://`, `file://` or a plain path, and `memory://` (tests). Endpoint and keys come from the usual chain:
+AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, profiles, instance roles.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+import pyarrow as pa
+
+from teachercache.errors import (
+    MissingObject,
+    StoreDenied,
+    StoreUnavailable,
+    StoreUnsafe,
+    TeacherCacheError,
+    UsageError,
+)
+from teachercache.format import layout
+
+T = TypeVar("T")
+TRIES = 5
+BLOCK = 2**22
+MAX_JSON_BYTES = 2**29  # a manifest of a million files is about 400 MB; beyond that something is wrong
+_LOCAL_TEMP = ".tmp-"
+_MEMORY_LOCK = threading.Lock()
+
+_EXISTS_CODES = {"PreconditionFailed", "412"}
+_DENIED_CODES = {
+    "AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
+    "AllAccessDisabled", "AccountProblem", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed", "InvalidSecurity",
+    "400",  # of a HEAD, which has no body to say so: an expired token, or keys of another region
+}  # fmt: skip
+_TRANSIENT_CODES = {
+    "409", "ConditionalRequestConflict", "OperationAborted", "500", "InternalError", "502", "503", "ServiceUnavailable",
+    "SlowDown", "504", "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429", "NoSuchUpload",
+    "IncompleteBody",
+}  # fmt: skip
+_TRANSIENT_ERRNO = {errno.EBUSY, errno.EREMOTEIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE}
+_NO_LINKS_ERRNO = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class Exists(TeacherCacheError):
+    """An object with other content already has this name. Not a failure by itself: the first writer wins."""
+
+    code = "TC-E110"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} exists already, with other content")
+        self.path = path
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    path: str  # relative to the store's root
+    size: int  # bytes
+    modified: datetime  # by the server's clock, UTC
+
+
+class Store:
+    """See the module. Thread-safe; survives pickling and a fork, after which the child connects anew."""
+
+    def __init__(
+        self, fs: fsspec.AbstractFileSystem, root: str, url: str, *, sleep: Callable[[float], None] = time.sleep
+    ):
+        self._fs, self._pid = fs, os.getpid()
+        self.root = root.rstrip("/")
+        self.url = url.rstrip("/")
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+        self.is_local = "file" in protocols or "local" in protocols
+        self._is_memory = "memory" in protocols
+        self._sleep = sleep
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
+        """A store rooted at `url`. Touches nothing yet."""
+        url = os.fspath(url)
+        options: dict[str, Any] = dict(storage_options or {})
+        scheme = urlsplit(url).scheme if "://" in url else "file"
+        if scheme in ("s3", "s3a"):
+            bucket = urlsplit(url).netloc
+            if "?" in url or "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
+                raise UsageError(  # without the URL: keys in it would stand in every message
+                    "an S3 URL holds a bucket and a prefix and nothing else; expected s3://bucket/prefix without '?', '@' "
+                    "or ':', and credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile."
+                )
+            if not bucket:
+                raise UsageError(f"{url!r} names no bucket; expected s3://bucket/prefix.")
+            options["use_listings_cache"] = False  # whatever was asked for: another process's commits would stay hidden
+            options.setdefault("skip_instance_cache", True)
+            config = {
+                "connect_timeout": 5,
+                "read_timeout": 60,
+                "retries": {"max_attempts": 4, "mode": "standard"},
+                "max_pool_connections": 32,
+            }
+            options["config_kwargs"] = config | dict(options.get("config_kwargs", {}))
+        elif scheme not in ("file", "local", "memory"):
+            raise UsageError(f"{scheme}:// is not supported; expected s3://, file:// or a plain path, found {url!r}.")
+        if "://" not in url:
+            url = (
+                f"file://{Path(url).expanduser().absolute()}"  # as it is: no reader of these URLs takes %20 for a blank
+            )
+        fs = fsspec.filesystem(scheme, **options)  # not url_to_fs, which sees a chain of file systems in "::"
+        return cls(fs, fs._strip_protocol(url), url)
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    @property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        """The file system; a new one in a forked child (a DataLoader's worker), which must not use its parent's sockets."""
+        if self._pid != os.getpid():
+            self._fs, self._pid = pickle.loads(pickle.dumps(self._fs)), os.getpid()
+        return self._fs
+
+    def child(self, path: str) -> Store:
+        """The same file system, rooted deeper."""
+        return Store(self.fs, f"{self.root}/{path.strip('/')}", f"{self.url}/{path.strip('/')}", sleep=self._sleep)
+
+    # ---- verbs -------------------------------------------------------------------------------------------------
+
+    def create(self, path: str, data: bytes | Path) -> None:
+        """Create an object whole, or raise Exists. Equal content is a lost acknowledgement, hence success.
+
+        `data` is the content, or a local file of any size (multipart above 100 MB). Two writers never both succeed
+        with different content. A file of a multipart upload is completed under the condition as well, but stores that
+        check it only on a plain PUT are common; that is why data files carry their attempt in their name, and only
+        small objects (commits, manifests) decide races.
+        """
+        for attempt in range(TRIES):
+            try:
+                self._put_new(path, data)
+                return
+            except Exception as error:
+                kind = _classify(error)
+                if kind not in ("exists", "transient"):
+                    raise self._explain(error, path) from error
+                last = error
+            found = self._compare(path, data)
+            if found == "ours":
+                return
+            if found == "other":
+                raise Exists(path)
+            self._sleep(min(0.1 * 2**attempt, 3.0))  # refused, yet nothing is there: a conflict in flight
+        raise StoreUnavailable(
+            f"{self.url}/{path} could not be created in {TRIES} tries; the store keeps failing."
+        ) from last
+
+    def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+        """The whole object, refused above `max_bytes` before anything is allocated."""
+        size = self.head(path).size
+        if size > max_bytes:
+            raise UsageError(
+                f"{path} is {size:,} bytes long, above the limit of {max_bytes:,}; it is not what it claims to be."
+            )
+        return self._retry(path, lambda: _whole(self.fs.cat_file(self._full(path)), size))
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of an object that is at least that long; a short answer is asked for again."""
+        return self._retry(
+            path, lambda: _whole(self.fs.cat_file(self._full(path), start=start, end=stop), stop - start)
+        )
+
+    def head(self, path: str) -> ObjectInfo:
+        """Size and time of an object; MissingObject where there is none."""
+        info = self._retry(path, lambda: self.fs.info(self._full(path)))
+        if info["type"] != "file":
+            raise MissingObject(f"{self.url}/{path} does not exist.")
+        return ObjectInfo(path, int(info["size"]), _modified(info))
+
+    def exists(self, path: str) -> bool:
+        try:
+            self.head(path)
+        except MissingObject:
+            return False
+        return True
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """Every object below a prefix that ends in '/', sorted by path, folder markers left out. Never from a cache."""
+        try:
+            found = self._retry(prefix, lambda: self.fs.find(self._full(prefix.rstrip("/")), detail=True))
+        except MissingObject:
+            return []
+        cut = len(self.root) + 1
+        objects = [ObjectInfo(name[cut:], int(info["size"]), _modified(info)) for name, info in found.items()]
+        return sorted(
+            (o for o in objects if o.path.startswith(prefix) and _is_object(o.path.rsplit("/", 1)[-1])),
+            key=lambda o: o.path,
+        )
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """Names one level below a prefix ('' or ending in '/') that have something below them, each ending in '/'."""
+        try:
+            found = self._retry(prefix, lambda: self.fs.ls(self._full(prefix).rstrip("/"), detail=True))
+        except MissingObject:
+            return []
+        names = (info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+        return sorted(f"{prefix}{name}/" for name in names)
+
+    def open_input(self, path: str, size: int | None = None) -> pa.NativeFile:
+        """A seekable input; on S3 every read is one range request with retries. `size` saves the HEAD."""
+        if self.is_local:
+            try:
+                return pa.memory_map(self._full(path))
+            except (OSError, pa.ArrowException) as error:
+                raise self._explain(error, path) from error
+        return pa.PythonFile(_RangeFile(self, path, self.head(path).size if size is None else size), mode="r")
+
+    def delete(self, path: str) -> None:
+        """Remove an object; a missing one is fine. Only the collector and the probe call this."""
+        with suppress(MissingObject):
+            self._retry(path, lambda: self.fs.rm_file(self._full(path)))
+
+    def now(self) -> datetime:
+        """The server's clock, read from the time that it gives a fresh object."""
+        path = f"{layout.PROBES}{uuid.uuid4().hex}"
+        self.create(path, path.encode())
+        modified = self.head(path).modified
+        with suppress(StoreDenied):  # as in the probe
+            self.delete(path)
+        return modified
+
+    def probe(self) -> None:
+        """Raise StoreUnsafe unless a second create is refused, alone and in an eight-way race.
+
+        Costs about 20 requests. Leaves nothing behind where deletion is allowed.
+        """
+        self._bucket_must_exist()
+        path = f"{layout.PROBES}{uuid.uuid4().hex}"
+        try:
+            self._probe_create(path, [b"first"], [b"second"])
+            self._probe_create(f"{path}-race", [f"racer {i}".encode() for i in range(8)], [])
+        finally:
+            for name in (path, f"{path}-race"):
+                try:
+                    self.delete(name)
+                except StoreDenied:  # writers without the right to delete are good practice; gc removes these
+                    break
+
+    def _bucket_must_exist(self) -> None:
+        if self.is_local or self._is_memory:
+            return
+        bucket = self.root.split("/", 1)[0]
+        try:
+            self._retry(bucket, lambda: self.fs.call_s3("head_bucket", Bucket=bucket))
+        except MissingObject as error:
+            raise UsageError(f"the bucket s3://{bucket} does not exist; create it or correct the URL.") from error
+
+    def _probe_create(self, path: str, racers: Sequence[bytes], late: Sequence[bytes]) -> None:
+        def won(data: bytes) -> bool:
+            for attempt in range(TRIES):
+                try:
+                    self._put_new(path, data)
+                    return True
+                except Exception as error:
+                    kind = _classify(error)
+                    if kind == "exists":
+                        return self._compare(path, data) == "ours"
+                    if kind != "transient":
+                        raise self._explain(error, path) from error
+                    self._sleep(0.1 * 2**attempt)
+            raise StoreUnavailable(f"{self.url} does not answer a conditional create; try again later.")
+
+        with ThreadPoolExecutor(len(racers)) as pool:
+            winners = [data for data, ok in zip(racers, pool.map(won, racers), strict=True) if ok]
+        winners += [data for data in late if won(data)]
+        if len(winners) != 1 or self._compare(path, winners[0]) != "ours":
+            raise StoreUnsafe(
+                f"{self.url} ignores conditional writes (If-None-Match: *): {len(winners)} of {len(racers) + len(late)} "
+                "creates of one object succeeded, so writers would overwrite each other; use a store that honours them "
+                "(AWS S3, MinIO, Ceph, R2, GCS)."
+            )
+
+    # ---- one I/O each ------------------------------------------------------------------------------------------
+
+    def _full(self, path: str) -> str:
+        return f"{self.root}/{path}"
+
+    def _put_new(self, path: str, data: bytes | Path) -> None:
+        full = self._full(path)
+        if self.is_local:
+            self._link_new(full, data)
+        elif self._is_memory:
+            with _MEMORY_LOCK:
+                if self.fs.exists(full):
+                    raise FileExistsError(full)
+                self.fs.pipe_file(full, data if isinstance(data, bytes) else data.read_bytes())
+        elif isinstance(data, bytes):
+            self.fs.pipe_file(full, data, mode="create")
+        else:
+            self.fs.put_file(str(data), full, mode="create")
+
+    @staticmethod
+    def _link_new(full: str, data: bytes | Path) -> None:
+        """Write a temporary file beside, sync it, and link it to its name: atomic, and fails where the name is taken."""
+        target = Path(full)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temp = target.with_name(f"{_LOCAL_TEMP}{uuid.uuid4().hex}")
+        try:
+            with temp.open("xb") as out:
+                for block in [data] if isinstance(data, bytes) else _blocks(data):
+                    out.write(block)
+                out.flush()
+                os.fsync(out.fileno())
+            try:
+                os.link(temp, target)
+            except OSError as error:
+                if error.errno not in _NO_LINKS_ERRNO:
+                    raise
+                raise StoreUnsafe(
+                    f"the file system of {target.parent} has no hard links ({error.strerror}), which create a file whole "
+                    "and never twice; use another disk, or s3:// instead of a bucket that is mounted as a folder."
+                ) from error
+        finally:
+            temp.unlink(missing_ok=True)
+
+    def _compare(self, path: str, data: bytes | Path) -> str:
+        """What stands at `path`: 'ours' (equal bytes), 'other', or 'absent'."""
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        try:
+            if self.head(path).size != size:
+                return "other"
+            if isinstance(data, bytes):
+                return "ours" if self.read(path, max_bytes=size) == data else "other"
+            theirs = hashlib.sha256()
+            for start in range(0, size, BLOCK):
+                theirs.update(self.read_range(path, start, min(start + BLOCK, size)))
+            ours = hashlib.sha256()
+            for block in _blocks(data):
+                ours.update(block)
+            return "ours" if ours.digest() == theirs.digest() else "other"
+        except MissingObject:
+            return "absent"
+
+    def _retry(self, path: str, operation: Callable[[], T]) -> T:
+        for attempt in range(TRIES):
+            try:
+                return operation()
+            except Exception as error:
+                if _classify(error) != "transient" or attempt == TRIES - 1:
+                    raise self._explain(error, path) from error
+                self._sleep(min(0.1 * 2**attempt, 3.0))
+        raise AssertionError("unreachable")
+
+    def _explain(self, error: Exception, path: str) -> Exception:
+        """The user's error for a file system's one. Server messages stay in __cause__: they may quote the request."""
+        if isinstance(error, TeacherCacheError):
+            return error
+        kind, code = _classify(error), _error_code(error) or type(error).__name__
+        if code == "NoSuchBucket":
+            return UsageError(
+                f"the bucket s3://{self.root.split('/', 1)[0]} does not exist; create it or correct the URL."
+            )
+        if kind == "missing":
+            return MissingObject(f"{self.url}/{path} does not exist.")
+        if kind == "denied" and self.is_local:
+            return StoreDenied(f"{self.url}/{path}: permission denied; check the rights of this user on the folder.")
+        if kind == "denied":
+            return StoreDenied(
+                f"{self.url} refused access ({code}); check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or "
+                "the profile) and their rights on this URL."
+            )
+        if kind == "transient":
+            endpoint = (
+                os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "the default endpoint"
+            )
+            where = "" if self.is_local or self._is_memory else f" at {_without_userinfo(endpoint)}"
+            return StoreUnavailable(
+                f"{self.url}{where} does not answer ({code}); check the endpoint, or try again later."
+            )
+        if isinstance(error, OSError):
+            return StoreUnavailable(f"{self.url}/{path}: {error.strerror or code}.")
+        if type(error).__module__.startswith("botocore.") or str(error).startswith("Invalid endpoint"):
+            # Raised before any request: a profile, region, bucket's name or endpoint.
+            said = " ".join(str(error).split())[:200]
+            return UsageError(
+                f"{self.url} cannot be reached with these settings ({type(error).__name__}: {said}); check AWS_PROFILE, "
+                "AWS_ENDPOINT_URL (http://host:port) and the bucket's name."
+            )
+        return error
+
+
+class _RangeFile(io.RawIOBase):
+    """A read-only file over range requests; pyarrow asks for whole column chunks, so nothing is read ahead."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        super().__init__()
+        self._store, self._path, self._size, self._at = store, path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def size(self) -> int:
+        return self._size
+
+    def read(self, length: int = -1) -> bytes:
+        stop = self._size if length < 0 else min(self._at + length, self._size)
+        if stop <= self._at:
+            return b""
+        data = self._store.read_range(self._path, self._at, stop)
+        self._at += len(data)
+        return data
+
+
+def _is_object(name: str) -> bool:
+    """Whether the last part of a path is not a folder marker (empty) or a file that is still being written."""
+    return bool(name) and not name.startswith(_LOCAL_TEMP)
+
+
+def _whole(data: bytes, expected: int) -> bytes:
+    if len(data) != expected:
+        raise ConnectionError(f"received {len(data)} of {expected} bytes")
+    return bytes(data)
+
+
+def _blocks(path: Path) -> Iterable[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            yield block
+
+
+def _modified(info: Mapping[str, Any]) -> datetime:
+    value = info.get("LastModified") or info.get("mtime") or info.get("created")
+    if isinstance(value, datetime):
+        return value if value.tzinfo else value.replace(tzinfo=timezone.utc)
+    return datetime.fromtimestamp(float(value or 0.0), tz=timezone.utc)
+
+
+def _without_userinfo(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="").geturl()
+
+
+def _error_code(error: BaseException | None) -> str | None:
+    """The S3 error code of a botocore error, or of the one that s3fs translated."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            code = response.get("Error", {}).get("Code")
+            return None if code is None else str(code)
+        error = error.__cause__
+    return None
+
+
+def _classify(error: Exception) -> str:
+    """'exists', 'missing', 'denied', 'transient' or 'other'."""
+    code = _error_code(error)
+    if isinstance(error, FileExistsError) or code in _EXISTS_CODES:
+        return "exists"
+    if code in _TRANSIENT_CODES:
+        return "transient"
+    if isinstance(error, (FileNotFoundError, MissingObject)):
+        return "missing"
+    name = type(error).__name__
+    if isinstance(error, PermissionError) or code in _DENIED_CODES or name in _DENIED_NAMES:
+        return "denied"
+    if name in _TRANSIENT_NAMES or isinstance(error, (TimeoutError, ConnectionError)):
+        return "transient"
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
+        return "transient"
+    return "other"
+
+
+# By name: botocore, aiohttp and aiobotocore each have their own classes, and none of them is imported for file://.
+_TRANSIENT_NAMES = {
+    "EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "IncompleteReadError",
+    "ResponseStreamingError", "HTTPClientError", "ClientPayloadError", "ServerDisconnectedError", "ClientOSError",
+    "FSTimeoutError", "IncompleteRead", "ClientConnectorError", "ProxyConnectionError", "SSLError",
+}  # fmt: skip
+_DENIED_NAMES = {
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "NoAuthTokenError", "SSOTokenLoadError",
+    "UnauthorizedSSOTokenError", "TokenRetrievalError",
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Keep a cache healthy: verify, optimize, collect garbage."""

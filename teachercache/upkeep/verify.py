@@ -1,0 +1,230 @@
+"""verify: read everything that a cache claims, and list what is not so."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from teachercache.errors import (
+    InvalidRecord,
+    MissingObject,
+    StoreDenied,
+    TeacherCacheError,
+)
+from teachercache.format import layout
+from teachercache.format.objects import Plan
+from teachercache.format.record import check_record, content_key
+from teachercache.format.sealed import read_sealed
+from teachercache.format.spec import CacheSpec
+from teachercache.parquet.datafile import DataFile, download
+from teachercache.read.tokenizer import check_tokenizer
+from teachercache.store.store import Store
+from teachercache.write.attempt import Commit
+from teachercache.write.publish import (
+    Manifest,
+    ManifestFile,
+    check_commit,
+    live_commits,
+    newest_manifest,
+    resolve_replacements,
+)
+from teachercache.write.uniqueness import check_unique
+
+PROBLEMS_PER_FILE = 20
+THREADS = 16  # small objects read at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    path: str
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was looked at, and what was wrong with it."""
+
+    manifest: int | None = None
+    files: int = 0
+    files_read: int = 0
+    bytes_read: int = 0
+    records: int = 0
+    rows: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @contextlib.contextmanager
+    def collecting(self, path: str) -> Iterator[None]:
+        """Turn an error about `path` into a problem, and go on; refused credentials say nothing about a cache."""
+        try:
+            yield
+        except StoreDenied:
+            raise
+        except TeacherCacheError as error:
+            self.problems.append(Problem(path, error.code, str(error)))
+
+
+def verify(
+    store: Store,
+    spec: CacheSpec,
+    manifest: Manifest | None = None,
+    *,
+    sample: float = 1.0,
+    threads: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Check a manifest (default: the newest), the commits, and every file of both.
+
+    Every object's seal; that commits and manifest agree; of each file its presence, size, sha256, footer, counts and
+    every invariant of every row; content keys; that no document is there twice. `sample` < 1 reads that share of the
+    files, and of the others checks presence and size. Reads each file once, through `threads` local temporary copies.
+    """
+    found = Verification()
+    with found.collecting(layout.MANIFESTS):
+        manifest = manifest or newest_manifest(store, spec.digest)
+    commits = _commits(store, spec, found)
+    found.manifest = manifest.number if manifest else None
+    files = _files(manifest, commits, found)
+    if manifest:
+        _plans(store, manifest, found)
+    with found.collecting(layout.TOKENIZER):
+        check_tokenizer(store, spec.tokenizer)
+    found.files = len(files)
+    chosen = set(random.Random(0).sample(range(len(files)), max(1, round(sample * len(files))))) if files else set()
+
+    def check(i: int) -> Verification:
+        return _check_file(store, spec, files[i], whole=i in chosen)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for done, part in enumerate(pool.map(check, range(len(files))), 1):
+            found.files_read += part.files_read
+            found.bytes_read += part.bytes_read
+            found.records += part.records
+            found.rows += part.rows
+            found.problems += part.problems
+            if progress:
+                progress(done, len(files))
+    broken = {p.path for p in found.problems}
+    with found.collecting(layout.DATA):
+        allowed = bool(manifest and manifest.repeated_content)
+        check_unique(store, [f for f in files if f.path not in broken], spec, allow_repeated_content=allowed)
+    return found
+
+
+def _commits(store: Store, spec: CacheSpec, found: Verification) -> list[Commit]:
+    def check(path: str) -> tuple[Commit | None, list[Problem]]:
+        part = Verification()
+        with part.collecting(path):
+            return _checked_commit(store, spec, path), []
+        return None, part.problems
+
+    commits = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for commit, problems in pool.map(
+            check, [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
+        ):
+            found.problems += problems
+            commits += [] if commit is None else [commit]
+    return commits
+
+
+def _checked_commit(store: Store, spec: CacheSpec, path: str) -> Commit:
+    commit = read_sealed(store, Commit, path)
+    if layout.commit_path(commit.shard_id) != path:
+        raise MissingObject(f"{path} is the commit of shard {commit.shard_id}: objects were moved.")
+    check_commit(commit, spec.digest)
+    for name in ("records", "documents", "tokens", "rows"):
+        total = sum(getattr(entry, name) for entry in commit.files)
+        if getattr(commit, name) != total:
+            raise InvalidRecord("count", f"{path} counts {getattr(commit, name):,} {name}, its files {total:,}.")
+    return commit
+
+
+def _files(manifest: Manifest | None, commits: Sequence[Commit], found: Verification) -> list[ManifestFile]:
+    """Files of the manifest and of commits that are not published yet."""
+    named = {entry.path: ManifestFile(**entry.model_dump(), shard_id=c.shard_id) for c in commits for entry in c.files}
+    files = list(manifest.files) if manifest else []
+    for entry in files:
+        if named.get(entry.path) != entry:
+            what = "no commit names it" if entry.path not in named else "its commit describes it differently"
+            found.problems.append(Problem(entry.path, MissingObject.code, f"{entry.path} is in manifest but {what}."))
+    published = {entry.path for entry in files}
+    live = live_commits(commits, resolve_replacements(commits, manifest.replaced if manifest else {}))
+    files += [named[entry.path] for c in live for entry in c.files if entry.path not in published]
+    return files
+
+
+def _plans(store: Store, manifest: Manifest, found: Verification) -> None:
+    for digest in manifest.plans:
+        path = layout.plan_path(digest)
+        with found.collecting(path):
+            if read_sealed(store, Plan, path).digest != digest:
+                raise MissingObject(f"{path} does not have the digest of its name.")
+
+
+def _check_file(store: Store, spec: CacheSpec, entry: ManifestFile, *, whole: bool) -> Verification:
+    found = Verification()
+    with found.collecting(entry.path):
+        size = store.head(entry.path).size
+        if size != entry.size:
+            raise MissingObject(f"{entry.path} has {size:,} bytes, its entry says {entry.size:,}.")
+        if whole:
+            with tempfile.TemporaryDirectory(prefix="teachercache-verify-") as folder:
+                _check_contents(store, spec, entry, Path(folder) / "copy.parquet", found)
+    return found
+
+
+def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Path, found: Verification) -> None:
+    with copy.open("wb") as out:
+        digest = download(store, entry, out)
+    found.files_read, found.bytes_read = 1, entry.size
+    if digest != entry.sha256:
+        found.problems.append(
+            Problem(
+                entry.path,
+                "TC-E102",
+                f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}.",
+            )
+        )
+    tokens, documents = 0, set()
+    with DataFile(store, entry, spec, local=pa.memory_map(str(copy))) as file:
+        for block in file.blocks():
+            for i in range(len(block)):
+                record = block.record(i)
+                found.records += 1
+                found.rows += len(record.row_pos)
+                tokens += len(record.input_ids)
+                documents.add(record.doc_id)
+                if len(found.problems) < PROBLEMS_PER_FILE:
+                    with found.collecting(entry.path):
+                        _check(record, spec)
+    counted: dict[str, Any] = {
+        "records": found.records,
+        "rows": found.rows,
+        "tokens": tokens,
+        "documents": len(documents),
+    }
+    for name, value in counted.items():
+        if getattr(entry, name) != value:
+            message = f"{entry.path} holds {value:,} {name}, its entry says {getattr(entry, name):,}."
+            found.problems.append(Problem(entry.path, "TC-E102", message))
+
+
+def _check(record: Any, spec: CacheSpec) -> None:
+    check_record(record, vocab_size=spec.tokenizer.vocab_size, top_k=spec.top_k)
+    if record.content_key != content_key(spec.digest, record.input_ids, record.row_pos):
+        raise InvalidRecord(
+            "content_key", "content_key is not that of its tokens", doc_id=record.doc_id, window=record.window
+        )

@@ -1,0 +1,1 @@
+"""Show a cache to people: terminal, report page, export."""

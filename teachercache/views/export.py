@@ -1,0 +1,145 @@
+"""export: a plain-Parquet data set with a Hugging Face data card, for those who want a folder and not a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from teachercache.errors import UsageError
+from teachercache.parquet.codecs import get_codec
+from teachercache.parquet.datafile import MAX_FILE_BYTES
+from teachercache.read.cache import Cache
+from teachercache.read.tokenizer import download_tokenizer
+from teachercache.views.show import summary
+from teachercache.write.publish import ManifestFile
+
+TARGET_BYTES = 500 * 2**20
+THREADS = 16  # footers read at the same time
+
+
+def export(
+    cache: Cache, folder: Path, *, target_bytes: int = TARGET_BYTES, progress: Callable[[int, int], None] | None = None
+) -> list[Path]:
+    """Write `folder`/data/<split>/<source>-NNNNN.parquet in the open layout, README.md (the data card), the tokenizer.
+
+    The folder must be empty or absent. It is what `datasets.load_dataset(folder)` and a hub upload expect.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty; give a new folder to export to.")
+    if target_bytes > MAX_FILE_BYTES:
+        raise UsageError(f"files of {target_bytes:,} bytes exceed the limit of {MAX_FILE_BYTES:,}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    codec = get_codec("open", cache.spec.top_k, cache.spec.tokenizer.vocab_size)
+    types = _meta_types(cache)
+    done = 0
+    for split in cache.splits:
+        for source in sorted({f.source for f in cache.files(split)}):
+            numbers = _names(folder / "data" / split, source)
+            writer: pq.ParquetWriter | None = None
+            path = Path()
+            for entry in cache.files(split, source):
+                with cache.open_file(entry) as file:
+                    for block in file.blocks():
+                        table = codec.encode(dataclasses.replace(block, split=split, source=source), types)
+                        if writer is not None and (path.stat().st_size > target_bytes):
+                            writer.close()
+                            writer = None
+                        if writer is None:
+                            path = next(numbers)
+                            path.parent.mkdir(parents=True, exist_ok=True)
+                            writer = pq.ParquetWriter(path, table.schema, **codec.writer_options(table.schema))
+                            written.append(path)
+                        writer.write_table(table, row_group_size=len(table))
+                done += 1
+                if progress:
+                    progress(done, len(cache.manifest.files))
+            if writer is not None:
+                writer.close()
+    (folder / "README.md").write_text(data_card(cache), encoding="utf-8")
+    (folder / "teacher.json").write_text(
+        json.dumps(cache.spec.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8"
+    )
+    _copy_tokenizer(cache, folder / "tokenizer")
+    return written
+
+
+def _meta_types(cache: Cache) -> dict[str, pa.DataType]:
+    """One type for each column of the corpus in every file of the data set; text where the cache's files disagree."""
+
+    def of_file(entry: ManifestFile) -> dict[str, pa.DataType]:
+        with cache.open_file(entry) as file:
+            return file.meta_types()
+
+    types: dict[str, pa.DataType] = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for found in pool.map(of_file, cache.manifest.files):
+            for name, kind in found.items():
+                types[name] = kind if types.get(name, kind) == kind else pa.string()
+    return types
+
+
+def _names(folder: Path, source: str) -> Iterator[Path]:
+    number = 0
+    while True:
+        yield folder / f"{source}-{number:05d}.parquet"
+        number += 1
+
+
+def _copy_tokenizer(cache: Cache, folder: Path) -> None:
+    try:
+        files = download_tokenizer(cache.store, cache.spec.tokenizer)
+    except UsageError:
+        return  # the cache holds none, which is allowed
+    folder.mkdir()
+    for file in sorted(files.iterdir()):
+        (folder / file.name).write_bytes(file.read_bytes())
+
+
+def data_card(cache: Cache) -> str:
+    """README.md of the data set: YAML that the hub reads, then what a person wants to know."""
+    data = summary(cache)
+    teacher = data["teacher"]
+    configs = "".join(f"  - split: {s.replace('-', '_')}\n    path: data/{s}/*.parquet\n" for s in cache.splits)
+    parts = "\n".join(
+        f"| {p['split']} | {p['source']} | {p['documents']:,} | {p['tokens']:,} | {p['rows']:,} |"
+        for p in data["parts"]
+    )
+    name = json.dumps(teacher["name"])
+    return f"""---
+pretty_name: {json.dumps("Top-" + str(data["top_k"]) + " log-probabilities of " + teacher["name"])}
+tags: [knowledge-distillation, logprobs, teachercache]
+base_model: {name}
+configs:
+- config_name: default
+  data_files:
+{configs}---
+# Next-token log-probabilities of {teacher["name"]}
+
+For every position of {data["documents"]:,} documents: the teacher's {data["top_k"]} most probable next tokens with their natural
+log-probabilities (full softmax, temperature 1), the log of the mass outside them, and the log-probability of the token that
+followed. Exported from a teachercache, manifest {data["manifest"]} of {data["created"]}.
+
+| split | source | documents | tokens | rows |
+|---|---|---|---|---|
+{parts}
+
+| column | type | meaning |
+|---|---|---|
+| doc_id, window, start | string, int32, int32 | document, index of the window, offset of its first token |
+| input_ids | list<int32>[n] | the tokens that the teacher saw |
+| row_pos | list<int32>[r] | positions that have a row; row i is the distribution of token row_pos[i] + 1 |
+| topk_ids, topk_logprobs | list<fixed_size_list[{data["top_k"]}]>[r] | by descending log-probability; values rounded to float16 |
+| tail_logprob | list<float>[r] | log of the mass outside the {data["top_k"]} |
+| target_logprob | list<float>[r] | log-probability of the token that follows; null where it lies outside |
+| loss_mask | list<bool>[r] | false where the next token must not be learnt |
+
+Teacher: `{teacher["name"]}` revision `{teacher["revision"]}`, engine {teacher["engine"]}, {teacher["dtype"]}, head in
+{teacher["head_dtype"]}; the full identity is in teacher.json. Texts keep the licences of their sources; see the meta_ columns.
+"""

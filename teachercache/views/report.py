@@ -1,0 +1,267 @@
+"""report: one self-contained HTML page about a cache. Inline SVG, no script, no network; readable on a phone."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from teachercache.read.cache import Cache, incomplete_message
+from teachercache.views.show import summary
+from teachercache.write.publish import ManifestFile, read_commits
+
+Floats = npt.NDArray[np.float64]
+SAMPLE_FILES = 64
+WIDTH, HEIGHT, LEFT, BOTTOM = 400, 190, 42, 34  # of one plot, in SVG units
+
+
+@dataclass
+class Sampled:
+    """Statistics of the rows of some files."""
+
+    files: int = 0
+    coverage: list[Floats] = field(default_factory=list)  # mass of the K
+    entropy: list[Floats] = field(default_factory=list)  # nats, of the K+1 outcomes: a lower bound of the full one
+    loss: list[Floats] = field(default_factory=list)  # nats, where the target lies in the request
+    top1: list[Floats] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    column_bytes: Counter[str] = field(default_factory=Counter)
+    rows: int = 0
+
+
+def report(
+    cache: Cache, *, sample_files: int = SAMPLE_FILES, progress: Callable[[int, int], None] | None = None
+) -> str:
+    """The page. Reads at most `sample_files` files, chosen at random with a fixed seed, one row group of each."""
+    files = sorted(
+        random.Random(0).sample(cache.manifest.files, min(sample_files, len(cache.manifest.files))),
+        key=lambda f: f.path,
+    )
+    sampled = Sampled()
+    for done, entry in enumerate(files, 1):
+        _sample(cache, entry, sampled)
+        if progress:
+            progress(done, len(files))
+    data = summary(cache)
+    sections = [
+        _tiles(data, sampled),
+        _identity(data),
+        _parts(data),
+        _plots(sampled, data["top_k"]),
+        _bytes(sampled),
+        _drops(data),
+    ]
+    sections.append(_throughput(cache))
+    if not data["complete"]:
+        sections.insert(0, f'<p class="warn">{html.escape(incomplete_message(cache))}</p>')
+    page = resources.files("teachercache").joinpath("templates/report.html").read_text(encoding="utf-8")
+    title = html.escape(f"{data['teacher']['name']} · teacher cache")
+    foot = html.escape(
+        f"{data['url']} · manifest {data['manifest']} of {data['created']} · distributions from {sampled.rows:,} rows "
+        f"of {sampled.files} of {len(cache.manifest.files)} files"
+    )
+    return page.replace("{{title}}", title).replace("{{body}}", "\n".join(sections)).replace("{{foot}}", foot)
+
+
+def _sample(cache: Cache, entry: ManifestFile, into: Sampled) -> None:
+    with cache.open_file(entry) as file:
+        footer = file.footer
+        for g, c in itertools.product(range(footer.num_row_groups), range(footer.num_columns)):
+            column = footer.row_group(g).column(c)
+            into.column_bytes[column.path_in_schema.split(".")[0]] += column.total_compressed_size
+        if not file.num_groups:
+            return
+        block = file.read_group(0, {"input_ids", "topk_ids", "topk_logprobs", "tail_logprob", "target_logprob"})
+    assert block.topk_logprobs is not None and block.tail_logprob is not None  # noqa: PT018
+    assert block.target_logprob is not None and block.token_offsets is not None  # noqa: PT018
+    logprobs, tail = block.topk_logprobs.astype(np.float64), block.tail_logprob.astype(np.float64)
+    p = np.exp(logprobs)
+    into.files += 1
+    into.rows += len(p)
+    into.coverage.append(1 - np.exp(tail))
+    into.entropy.append(-(p * logprobs).sum(1) - np.exp(tail) * tail)
+    into.top1.append(p[:, 0])
+    into.loss.append(-block.target_logprob[~np.isnan(block.target_logprob)].astype(np.float64))
+    into.lengths += np.diff(block.token_offsets).tolist()
+
+
+# ---- pieces of the page ----------------------------------------------------------------------------------------
+
+
+def _tiles(data: dict[str, Any], sampled: Sampled) -> str:
+    loss = np.concatenate(sampled.loss) if sampled.loss else np.empty(0)
+    coverage = np.concatenate(sampled.coverage) if sampled.coverage else np.empty(0)
+    tiles = [
+        ("rows", f"{data['rows']:,}"),
+        ("documents", f"{data['documents']:,}"),
+        ("bytes a row", f"{data['bytes_per_row'] or 0:g}"),
+        ("size", _size(data["bytes"])),
+        (f"mass in the top {data['top_k']}", f"{coverage.mean():.1%}" if coverage.size else "–"),
+        ("teacher's perplexity", f"{math.exp(loss.mean()):.2f}" if loss.size else "–"),
+    ]
+    return (
+        '<div class="tiles">'
+        + "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in tiles)
+        + "</div>"
+    )
+
+
+def _identity(data: dict[str, Any]) -> str:
+    teacher, tokenizer = data["teacher"], data["tokenizer"]
+    rows = [(name, value) for name, value in teacher.items() if value not in (None, "", {})]
+    rows += [
+        ("tokenizer", tokenizer["digest"]),
+        ("vocabulary", f"{tokenizer['vocab_size']:,}"),
+        ("top K", data["top_k"]),
+    ]
+    rows += [
+        ("spec digest", data["spec_digest"]),
+        ("manifest digest", data["manifest_digest"]),
+        ("codec", ", ".join(data["codecs"])),
+    ]
+    return _section("The teacher", _table(("field", "value"), [(n, str(v)) for n, v in rows], code=True))
+
+
+def _parts(data: dict[str, Any]) -> str:
+    names = ("files", "documents", "records", "tokens", "rows", "bytes")
+    rows = [(p["split"], p["source"], *(f"{p[n]:,}" for n in names)) for p in data["parts"]]
+    shards = data["shards"]
+    note = f"{shards['committed']:,} of {shards['planned']:,} planned shards committed, {shards['quarantined']:,} in quarantine."
+    return _section("Corpora", _table(("split", "source", *names), rows) + f"<p>{note}</p>")
+
+
+def _plots(sampled: Sampled, top_k: int) -> str:
+    if not sampled.rows:
+        return _section("Distributions", "<p>There are no rows.</p>")
+    coverage, entropy, top1 = (np.concatenate(v) for v in (sampled.coverage, sampled.entropy, sampled.top1))
+    loss = np.concatenate(sampled.loss)
+    plots = [
+        histogram(coverage, f"Mass in the top {top_k}", "probability", low=min(0.8, float(coverage.min())), high=1.0),
+        histogram(top1, "Probability of the teacher's best token", "probability", low=0.0, high=1.0),
+        histogram(entropy, f"Entropy of a row (top {top_k} and the rest)", "nats", low=0.0),
+        histogram(loss, "Teacher's loss on the token that followed", "nats", low=0.0),
+        histogram(np.array(sampled.lengths, dtype=np.float64), "Length of a record", "tokens", low=0.0),
+    ]
+    return _section("Distributions", '<div class="plots">' + "".join(plots) + "</div>")
+
+
+def _bytes(sampled: Sampled) -> str:
+    total_rows = max(1, sampled.rows)
+    items = [(name, size) for name, size in sampled.column_bytes.most_common(10)]
+    whole = sum(sampled.column_bytes.values()) or 1
+    return (
+        _section("Bytes by column", bars([(name, size / whole, f"{size / whole:.1%}") for name, size in items]))
+        if total_rows
+        else ""
+    )
+
+
+def _drops(data: dict[str, Any]) -> str:
+    if not data["drops"]:
+        return _section("Dropped documents", "<p>None was dropped.</p>")
+    top = max(data["drops"].values())
+    return _section("Dropped documents", bars([(reason, n / top, f"{n:,}") for reason, n in data["drops"].items()]))
+
+
+def _throughput(cache: Cache) -> str:
+    """Rows a second of each committed shard, by engine and device, from the provenance."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    for commit in read_commits(cache.store):
+        seconds = commit.provenance.get("shard_seconds")
+        if isinstance(seconds, (int, float)) and seconds > 0 and commit.rows:
+            rates[f"{commit.provenance.get('engine', '?')} on {commit.provenance.get('device', '?')}"].append(
+                commit.rows / seconds
+            )
+    if not rates:
+        return ""
+    rows = [
+        (name, f"{len(v):,}", f"{min(v):,.0f}", f"{float(np.median(v)):,.0f}", f"{max(v):,.0f}")
+        for name, v in sorted(rates.items())
+    ]
+    return _section(
+        "Throughput (rows a second, by shard)", _table(("engine", "shards", "slowest", "median", "fastest"), rows)
+    )
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------
+
+
+def histogram(values: Floats, title: str, unit: str, *, low: float, high: float | None = None, bins: int = 40) -> str:
+    """An SVG histogram with the median marked. The last bin also holds what lies beyond the 99.5th percentile."""
+    high = high if high is not None else float(np.quantile(values, 0.995))
+    high = high if high > low else low + 1.0
+    counts, edges = np.histogram(np.clip(values, low, high), bins=bins, range=(low, high))
+    share = counts / max(1, counts.sum())
+    top = share.max() or 1.0
+    plot_w, plot_h = WIDTH - LEFT - 12, HEIGHT - BOTTOM - 28
+
+    def x(value: float) -> float:
+        return LEFT + (value - low) / (high - low) * plot_w
+
+    def y(value: float) -> float:
+        return 28 + plot_h * (1 - value / top)
+
+    shapes = []
+    for value, a, b in zip(share, edges[:-1], edges[1:], strict=True):
+        label = f"{a:.3g} to {b:.3g} {unit}: {value:.1%}"
+        box = f'x="{x(a):.1f}" y="{y(value):.1f}" width="{max(x(b) - x(a) - 1, 0.5):.1f}" height="{28 + plot_h - y(value):.1f}"'
+        shapes.append(f'<rect class="bar" {box}><title>{html.escape(label)}</title></rect>')
+    for tick in _ticks(low, high):
+        shapes.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 14}" text-anchor="middle">{tick:g}</text>')
+    for fraction in (0.0, top / 2, top):
+        shapes.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 12}" y1="{y(fraction):.1f}" y2="{y(fraction):.1f}"/>'
+        )
+        shapes.append(f'<text x="{LEFT - 6}" y="{y(fraction) + 4:.1f}" text-anchor="end">{fraction:.0%}</text>')
+    median = float(np.median(values))
+    if low <= median <= high:
+        shapes.append(f'<line class="median" x1="{x(median):.1f}" x2="{x(median):.1f}" y1="24" y2="{28 + plot_h}"/>')
+    name = html.escape(title)
+    caption = f"{name} <small>median {median:.3g} {html.escape(unit)}</small>"
+    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{"".join(shapes)}</svg>'
+    return f"<figure><figcaption>{caption}</figcaption>{picture}</figure>"
+
+
+def bars(items: Sequence[tuple[str, float, str]]) -> str:
+    """(name, share of the longest, label) as horizontal bars in plain HTML."""
+    longest = max((share for _, share, _ in items), default=1.0) or 1.0
+    cells = []
+    for name, share, label in items:
+        bar = f'<i style="width:{100 * share / longest:.1f}%"></i>'
+        cells.append(f"<span>{html.escape(name)}</span><div>{bar}</div><em>{html.escape(label)}</em>")
+    return f'<div class="bars">{"".join(cells)}</div>'
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = 10 ** math.floor(math.log10((high - low) / 4))
+    step *= next(m for m in (1, 2, 5, 10) if (high - low) / (m * step) <= 6)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, code: bool = False) -> str:
+    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)
+    kind = ' class="code"' if code else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")

@@ -1,0 +1,162 @@
+"""What `teachercache show` and `head` print: a cache and its records for human eyes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+from teachercache.errors import UsageError
+from teachercache.format.record import Record
+from teachercache.read.cache import Cache, incomplete_message
+
+
+def summary(cache: Cache) -> dict[str, Any]:
+    """JSON-able: who the teacher is, what the manifest holds, per split and source."""
+    m = cache.manifest
+    groups: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for entry in m.files:
+        group = groups[entry.split, entry.source]
+        for name in ("documents", "records", "tokens", "rows"):
+            group[name] += getattr(entry, name)
+        group["files"] += 1
+        group["bytes"] += entry.size
+    size = sum(entry.size for entry in m.files)
+    return {
+        "url": cache.url,
+        "manifest": m.number,
+        "created": m.created,
+        "complete": m.complete,
+        "teacher": cache.spec.teacher.model_dump(mode="json"),
+        "tokenizer": cache.spec.tokenizer.model_dump(mode="json"),
+        "top_k": cache.spec.top_k,
+        "spec_digest": cache.spec.digest,
+        "manifest_digest": m.digest,
+        "shards": {"planned": m.shards_planned, "committed": m.shards_committed, "quarantined": m.shards_quarantined},
+        "documents": m.documents,
+        "records": m.records,
+        "tokens": m.tokens,
+        "rows": m.rows,
+        "bytes": size,
+        "bytes_per_row": round(size / m.rows, 1) if m.rows else None,
+        "codecs": sorted({entry.codec for entry in m.files}),
+        "drops": m.drops,
+        "repeated_content": m.repeated_content,
+        "parts": [{"split": s, "source": c, **dict(group)} for (s, c), group in sorted(groups.items())],
+    }
+
+
+def print_summary(cache: Cache, console: Console) -> None:
+    data = summary(cache)
+    teacher = data["teacher"]
+    grid = Table.grid(padding=(0, 2))
+    shards = data["shards"]
+    for name, value in (
+        ("cache", data["url"]),
+        ("manifest", f"{data['manifest']}, {data['created']}, {'complete' if data['complete'] else 'INCOMPLETE'}"),
+        (
+            "teacher",
+            f"{teacher['name']} {teacher['revision']} ({teacher['engine']}, {teacher['dtype']}, head {teacher['head_dtype']})",
+        ),
+        ("weights", teacher["weights_digest"][:16]),
+        ("tokenizer", f"{data['tokenizer']['digest'][:16]}, {data['tokenizer']['vocab_size']:,} tokens"),
+        ("top K", str(data["top_k"])),
+        ("rows", f"{data['rows']:,} in {data['documents']:,} documents ({data['tokens']:,} tokens)"),
+        ("size", f"{data['bytes']:,} bytes, {data['bytes_per_row'] or 0} a row, codec {', '.join(data['codecs'])}"),
+        (
+            "shards",
+            f"{shards['committed']} of {shards['planned']} planned committed, {shards['quarantined']} in quarantine",
+        ),
+        ("drops", ", ".join(f"{reason} {count:,}" for reason, count in data["drops"].items()) or "none"),
+    ):
+        grid.add_row(Text(name, style="bold"), Text(str(value)))
+    parts = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("split", "source"):
+        parts.add_column(name)
+    numbers = ("files", "documents", "records", "tokens", "rows", "bytes")
+    for name in numbers:
+        parts.add_column(name, justify="right")
+    for part in data["parts"]:
+        parts.add_row(part["split"], part["source"], *(f"{part[name]:,}" for name in numbers))
+    console.print(Group(grid, Text(""), parts))
+    if not data["complete"]:
+        console.print(Text(incomplete_message(cache), style="yellow"))
+
+
+class TokenText:
+    """Ids to printable text; plain numbers where the cache holds no tokenizer."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._tokenizer: Tokenizer | None = None
+        try:
+            self._tokenizer = Tokenizer.from_file(str(cache.tokenizer_path() / "tokenizer.json"))
+            self.note = ""
+        except UsageError as error:
+            self.note = str(error)
+
+    def __call__(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"#{token}"
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if not text or "\ufffd" in text:  # part of a character: show the vocabulary's own entry
+            text = self._tokenizer.id_to_token(token) or f"#{token}"
+        return repr(text)[1:-1].replace(" ", "·")
+
+
+def head_rows(record: Record, text: TokenText, *, positions: int, top: int) -> list[dict[str, Any]]:
+    """JSON-able, one for each shown position: the token, what followed, and the teacher's best next tokens."""
+    rows = []
+    for i in range(min(positions, len(record.row_pos))):
+        p = int(record.row_pos[i])
+        after = int(record.input_ids[p + 1]) if p + 1 < len(record.input_ids) else None
+        target = float(record.target_logprob[i])
+        rows.append(
+            {
+                "position": record.start + p,
+                "token": text(int(record.input_ids[p])),
+                "next": None if after is None else text(after),
+                "next_probability": None if after is None or math.isnan(target) else math.exp(target),
+                "loss_mask": bool(record.loss_mask[i]),
+                "best": [
+                    {"token": text(int(t)), "id": int(t), "probability": math.exp(float(lp))}
+                    for t, lp in zip(record.topk_ids[i, :top], record.topk_logprobs[i, :top], strict=True)
+                ],
+                "tail_probability": math.exp(float(record.tail_logprob[i])),
+            }
+        )
+    return rows
+
+
+def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> RenderableType:
+    """One record as a table; the token that really followed is green where the teacher has it among its best."""
+    counts = f"{len(record.input_ids)} tokens, {len(record.row_pos)} rows"
+    title = f"{record.doc_id} window {record.window} · {record.split}/{record.source} · {counts}"
+    table = Table(title=Text(title), title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("pos", justify="right", style="dim")
+    table.add_column("token")
+    table.add_column("next")
+    table.add_column("p(next)", justify="right")
+    table.add_column(f"teacher's {top} best", overflow="fold")
+    table.add_column("outside K", justify="right", style="dim")
+    for row in rows:
+        best = Text()
+        for item in row["best"]:
+            style = "green" if item["token"] == row["next"] else ""
+            best.append(f"{item['token']} ", style=style)
+            best.append(f"{item['probability']:.3f}  ", style="dim")
+        probability = "" if row["next_probability"] is None else f"{row['next_probability']:.3f}"
+        masked = "" if row["loss_mask"] else "dim"
+        table.add_row(
+            str(row["position"]),
+            Text(row["token"]),
+            Text(row["next"] or "", style=masked),
+            probability,
+            best,
+            f"{row['tail_probability']:.3f}",
+        )
+    return table

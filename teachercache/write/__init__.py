@@ -1,0 +1,1 @@
+"""Write a cache: attempts, commits, publishing."""

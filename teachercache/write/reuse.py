@@ -1,0 +1,91 @@
+"""Re-use: rows that are already committed under the same spec are copied instead of being computed again.
+
+The index holds the content_key of every record of every live commit (never of anything uncommitted): 32 bytes each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from teachercache.errors import MissingObject
+from teachercache.format.record import Record
+from teachercache.format.spec import CacheSpec
+from teachercache.parquet.codecs import Block
+from teachercache.parquet.datafile import DataFile, FileEntry
+from teachercache.store.store import Store
+from teachercache.write.publish import (
+    live_commits,
+    newest_manifest,
+    read_commits,
+    resolve_replacements,
+)
+
+THREADS = 8
+BLOCKS = 4  # row groups kept decoded: documents of one input tend to lie together
+
+
+class ReuseIndex:
+    """content_key -> the committed record. Build one per process; it does not see later commits."""
+
+    def __init__(self, store: Store, spec: CacheSpec) -> None:
+        self._store, self._spec = store, spec
+        commits = read_commits(store)
+        newest = newest_manifest(store, spec.digest)
+        live = live_commits(commits, resolve_replacements(commits, newest.replaced if newest else {}))
+        self._files: list[FileEntry] = [entry for commit in live for entry in commit.files]
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = list(pool.map(self._keys_of, range(len(self._files))))
+        keys = np.concatenate([p[0] for p in parts]) if parts else np.empty(0, "V16")
+        places = np.concatenate([p[1] for p in parts]) if parts else np.empty((0, 3), np.int64)
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._places = keys[order], places[order]
+        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, content_key: bytes) -> bool:
+        return self._find(content_key) is not None
+
+    def get(self, content_key: bytes) -> Record | None:
+        """The committed record, or None. Give it its new doc_id, split, source, mask and meta by dataclasses.replace."""
+        i = self._find(content_key)
+        if i is None:
+            return None
+        file, group, row = (int(v) for v in self._places[i])
+        try:
+            return self._block(file, group).record(row)
+        except MissingObject:  # merged away and collected since the index was built: nothing to copy, so compute it
+            return None
+
+    def _find(self, content_key: bytes) -> int | None:
+        key = np.frombuffer(content_key, dtype="V16")[0]
+        i = int(np.searchsorted(self._keys, key))
+        return i if i < len(self._keys) and self._keys[i] == key else None
+
+    def _block(self, file: int, group: int) -> Block:
+        place = (file, group)
+        if place not in self._blocks:
+            with DataFile(self._store, self._files[file], self._spec) as data:
+                self._blocks[place] = data.read_group(group)
+            if len(self._blocks) > BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(place)
+        return self._blocks[place]
+
+    def _keys_of(self, file: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+        keys: list[bytes] = []
+        places: list[tuple[int, int, int]] = []
+        try:
+            with DataFile(self._store, self._files[file], self._spec) as data:
+                for group, block in enumerate(data.blocks({"content_key"})):
+                    assert block.content_key is not None
+                    keys += block.content_key
+                    places += [(file, group, row) for row in range(len(block))]
+        except MissingObject:  # a void commit, or one that was merged away meanwhile: it offers nothing
+            keys, places = [], []
+        return np.frombuffer(b"".join(keys), dtype="V16"), np.array(places, dtype=np.int64).reshape(-1, 3)

@@ -1,0 +1,167 @@
+"""CacheWriter: create a cache or append to it, commit shards, publish."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from teachercache.errors import CommitConflict, MissingObject, SpecMismatch
+from teachercache.format import layout
+from teachercache.format.objects import Plan, Quarantine
+from teachercache.format.record import Record
+from teachercache.format.sealed import read_sealed, seal, utc_now
+from teachercache.format.spec import CacheSpec
+from teachercache.read.tokenizer import upload_tokenizer
+from teachercache.store.store import Exists, Store
+from teachercache.write.attempt import (
+    GRACE_SECONDS,
+    Commit,
+    CommitResult,
+    ShardAttempt,
+)
+from teachercache.write.publish import (
+    Manifest,
+    publish,
+    read_commits,
+    read_plans,
+    read_quarantines,
+)
+from teachercache.write.reuse import ReuseIndex
+
+
+def create(
+    url: str | os.PathLike[str],
+    spec: CacheSpec,
+    *,
+    tokenizer_files: Path | str | None = None,
+    codec: str = "open",
+    storage_options: Mapping[str, Any] | None = None,
+    probe: bool = True,
+) -> CacheWriter:
+    """A writer on a new cache, or on an existing one whose spec is equal.
+
+    Probes the store first (StoreUnsafe where it ignores conditional writes). A cache of another teacher raises
+    SpecMismatch, which names every field that differs; nothing is written then. `tokenizer_files` is a folder whose
+    tokenizer files go into the cache, so that a reader needs nothing else.
+    """
+    store = Store.open(url, storage_options)
+    existing = _read_spec(store)
+    if existing is not None and existing != spec:
+        raise SpecMismatch(store.url, spec.differences(existing))
+    if probe:
+        store.probe()
+    if existing is None:
+        try:
+            store.create(layout.SPEC, seal(spec))
+        except Exists:
+            theirs = read_sealed(store, CacheSpec, layout.SPEC)
+            if theirs != spec:
+                raise SpecMismatch(store.url, spec.differences(theirs)) from None
+    if tokenizer_files is not None:
+        upload_tokenizer(store, spec.tokenizer, Path(tokenizer_files))
+    return CacheWriter(store, spec, codec=codec)
+
+
+def _read_spec(store: Store) -> CacheSpec | None:
+    try:
+        return read_sealed(store, CacheSpec, layout.SPEC)
+    except MissingObject:
+        return None
+
+
+class CacheWriter:
+    """Commits shards of one cache. Any number of writers, in any number of processes, may work on one cache."""
+
+    def __init__(
+        self, store: Store, spec: CacheSpec, *, codec: str = "open", grace_seconds: float = GRACE_SECONDS
+    ) -> None:
+        self.store = store
+        self.spec = spec
+        self.codec = codec
+        self.grace_seconds = grace_seconds
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def put_plan(self, plan: Plan) -> str:
+        """Store a plan and return its digest; storing an equal one again changes nothing."""
+        if plan.spec_digest != self.spec.digest:
+            raise CommitConflict(
+                f"the plan was made for spec {plan.spec_digest[:12]}, this cache has {self.spec.digest[:12]}."
+            )
+        with suppress(Exists):  # an equal plan made at another time: the digest leaves `created` out
+            self.store.create(layout.plan_path(plan.digest), seal(plan))
+        return plan.digest
+
+    def plans(self) -> dict[str, Plan]:
+        return read_plans(self.store)
+
+    def committed(self) -> set[str]:
+        """Ids of the shards that have a commit: one listing, nothing is read."""
+        names = (o.path for o in self.store.list(layout.COMMITS))
+        return {n.removeprefix(layout.COMMITS).removesuffix(".json") for n in names if n.endswith(".json")}
+
+    def commits(self) -> Iterator[Commit]:
+        yield from read_commits(self.store)
+
+    def new_attempt(self, shard_id: str, folder: Path | None = None) -> ShardAttempt:
+        """One execution of a shard; its files are built below `folder` (TMPDIR by default)."""
+        return ShardAttempt(
+            self.store, self.spec, shard_id, codec=self.codec, grace_seconds=self.grace_seconds, folder=folder
+        )
+
+    def commit(
+        self,
+        shard_id: str,
+        records: Iterable[Record],
+        *,
+        drops: Mapping[str, int] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        attempt: ShardAttempt | None = None,
+        replaces: Iterable[str] = (),
+    ) -> CommitResult:
+        """Build, verify, upload and commit one shard; `won` is False where another attempt had been first.
+
+        An exception anywhere, also one that `records` raises, leaves nothing that a reader can see.
+        """
+        with attempt or self.new_attempt(shard_id) as work:
+            work.build(records)
+            work.upload()
+            return work.commit(drops=drops, provenance=provenance, replaces=replaces)
+
+    def quarantine(self, shard_id: str, *, reason: str, message: str, documents: Sequence[str] = ()) -> None:
+        """Say that a shard keeps failing. Advisory: it may be tried again, and a commit wins over it."""
+        attempt = uuid.uuid4().hex
+        entry = Quarantine(
+            shard_id=shard_id,
+            attempt=attempt,
+            reason=reason,
+            message=message[:4000],
+            documents=list(documents),
+            created=utc_now(),
+        )
+        self.store.create(layout.quarantine_path(shard_id, attempt), seal(entry))
+
+    def quarantined(self) -> dict[str, Quarantine]:
+        """The last quarantine of every shard that has one and no commit."""
+        committed = self.committed()
+        return {shard: entry for shard, entry in read_quarantines(self.store).items() if shard not in committed}
+
+    def reuse_index(self) -> ReuseIndex:
+        """content_key -> the committed record with those rows; see `teachercache.write.reuse`."""
+        return ReuseIndex(self.store, self.spec)
+
+    def publish(self, *, allow_partial: bool = False, allow_repeated_content: bool = False) -> Manifest:
+        """Make everything that is committed visible as the next manifest; see `teachercache.write.publish.publish`."""
+        return publish(
+            self.store,
+            self.spec,
+            allow_partial=allow_partial,
+            allow_repeated_content=allow_repeated_content,
+            grace_seconds=self.grace_seconds,
+        )

@@ -1,0 +1,1 @@
+"""The student: load, initialise, attention, checkpointing of activations, adapters."""

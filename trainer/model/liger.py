@@ -1,0 +1,63 @@
+"""Fused layers from liger-kernel, where the package, the architecture and a CUDA device are there."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from teachercache.errors import UsageError
+from trainer.model.student import decoder
+from trainer.model.types import Model
+
+
+def apply_liger(model: Model, wanted: str, device: torch.device) -> bool:
+    """Replace norms, rotary embeddings and gated MLPs of a loaded model in place; returns whether it happened.
+
+    wanted  auto | on | off. Liger's own loss is never used: ours takes hidden states.
+    Raises UsageError for `on` where it cannot be done.
+    """
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return False
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        if wanted == "on":
+            raise UsageError("train.liger=on needs the package liger-kernel (pip install liger-kernel)") from error
+        return False
+    patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.get_text_config().model_type)
+    if patch is None or device.type != "cuda":
+        if wanted == "on":
+            raise UsageError(
+                f"train.liger=on: liger-kernel has no layers for {model.config.model_type} on {device.type}; use auto"
+            )
+        return False
+    import inspect
+
+    accepted = inspect.signature(patch).parameters
+    losses_off = {name: False for name in ("cross_entropy", "fused_linear_cross_entropy") if name in accepted}
+    patch(model=model, **losses_off)
+    rotate_copies(model)
+    return True
+
+
+def rotate_copies(model: Model) -> None:
+    """Let liger's rotary embedding work on copies of queries and keys.
+
+    It writes into its arguments, which are the very outputs of the projections, behind autograd's back. Checkpointing
+    that keeps matrix products (`keep-matmuls`) would find them rotated already and rotate them again: gradients came
+    out wrong by a factor of 57 (tests/trainer/test_activation.py). The copies cost a read and a write of q and k.
+    """
+    module = sys.modules[type(decoder(model)).__module__]
+    rotate = getattr(module, "apply_rotary_pos_emb", None)
+    if rotate is None or not rotate.__module__.startswith("liger_kernel"):
+        return
+
+    @functools.wraps(rotate)
+    def on_copies(q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return rotate(q.clone(), k.clone(), *rest, **options)
+
+    on_copies.__module__ = __name__  # so that a second call wraps nothing twice
+    module.apply_rotary_pos_emb = on_copies  # type: ignore[attr-defined]

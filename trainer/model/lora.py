@@ -1,0 +1,43 @@
+"""Low-rank adapters through peft: for students whose gradients and optimiser state do not fit beside their weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from teachercache.errors import UsageError
+from trainer.config import LoraConfig
+from trainer.model.types import Model
+
+
+def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
+    """Freeze the model and give it adapters: new ones, or those of the checkpoint folder `saved`.
+
+    Raises UsageError where peft is not installed, and for adapters on the head.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError("lora needs the package peft (pip install peft)") from error
+    model.requires_grad_(False)
+    if saved is not None:
+        wrapped = peft.PeftModel.from_pretrained(model, str(saved), is_trainable=True)
+    else:
+        settings = peft.LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.target_modules
+        )
+        wrapped = peft.get_peft_model(model, settings)
+    base: Model = wrapped.get_base_model()
+    if hasattr(base.get_output_embeddings(), "base_layer"):
+        raise UsageError(
+            f"lora.target_modules = {config.target_modules} adapts the head, whose plain weight the loss multiplies with, so "
+            "that adapter would never train; leave the head out"
+        )
+    # The embedding is frozen, so a checkpointed first layer would see an input without a gradient.
+    wrapped.enable_input_require_grads()
+    return wrapped
+
+
+def merged(model: Model) -> Model:
+    """A copy of the model with its adapters folded into its weights: loads without peft. Costs a copy's memory."""
+    return copy.deepcopy(model).merge_and_unload()
