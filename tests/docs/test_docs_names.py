@@ -19,8 +19,8 @@ import pipeline.cli
 import teachercache.cli
 import trainer.cli
 from tests.deploy.manifests import DEPLOY, ROOT
-from tests.deploy.markdown import blocks, code_spans
-from tests.deploy.test_docs import DOCS, RUNNABLE, page_name
+from tests.docs.markdown import blocks, code_spans
+from tests.docs.test_docs import DOCS, RUNNABLE, page_name
 
 COMMANDS: dict[str, dict[str, Any]] = {
     program: typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -133,14 +133,14 @@ def test_a_benchmark_that_a_page_names_explains_itself(script: str, monkeypatch,
 
 # Which test looks at which files of deploy/: a new file has to join a row.
 CHECKED = {
-    "test_manifests.py": ["kuberay/**/*.yaml", "trainer/job.yaml", "trainer/kustomization.yaml"],
-    "test_monitoring.py": ["monitoring/*.yaml", "monitoring/*.json", "monitoring/*.py"],
-    "test_examples.py": ["examples/*.yaml", "trainer/train.yaml", "kuberay/overlays/*/job.yaml"],
-    "test_helm_values.py": ["helm/*.values.yaml"],
-    "test_launcher.py": ["aws/cluster.yaml"],
-    "test_storage_policies.py": ["storage/*.json", "storage/iam/*.json"],
-    "test_images.py": ["images/*"],
-    "test_docs.py": ["**/README.md"],
+    "deploy/test_manifests.py": ["kuberay/**/*.yaml", "trainer/job.yaml", "trainer/kustomization.yaml"],
+    "deploy/test_monitoring.py": ["monitoring/*.yaml", "monitoring/*.json", "monitoring/*.py"],
+    "deploy/test_examples.py": ["examples/*.yaml", "trainer/train.yaml", "kuberay/overlays/*/job.yaml"],
+    "deploy/test_helm_values.py": ["helm/*.values.yaml"],
+    "deploy/test_launcher.py": ["aws/cluster.yaml"],
+    "deploy/test_storage_policies.py": ["storage/*.json", "storage/iam/*.json"],
+    "deploy/test_images.py": ["images/*"],
+    "docs/test_docs.py": ["**/README.md"],
 }
 
 
@@ -149,4 +149,4 @@ def test_no_file_of_deploy_is_without_a_check() -> None:
     files = {path for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert files - checked == set()
     for test in CHECKED:
-        assert (ROOT / "tests/deploy" / test).exists()
+        assert (ROOT / "tests" / test).exists()

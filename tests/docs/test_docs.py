@@ -30,8 +30,8 @@ from benchmarks import sizing
 from pipeline.config import load_job, parse_job
 from pipeline.running.job import run_job
 from tests.deploy.manifests import DEPLOY, ROOT, problems
-from tests.deploy.markdown import RUNNERS, Block, anchor, blocks, headings, links
 from tests.deploy.small import job_tree, make_corpus, write_job
+from tests.docs.markdown import RUNNERS, Block, anchor, blocks, headings, links
 from tests.servers import Server
 from tests.trainer.tiny import make_model
 from trainer.config import load_config
