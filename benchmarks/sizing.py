@@ -4,17 +4,22 @@
     python benchmarks/sizing.py --gpu-hour 3.5 --gb-month 0.023   your prices
     python benchmarks/sizing.py --tokens 20e9 --rate 9800         your corpus and the rate that you measured
 
-One rate is measured (an 8B Llama shape on one H200, float32 head, DESIGN's 88 % of 41,500 tokens/s of plain prefill); the
-others are scaled from it and marked as estimates.  Replace them: `python -m pipeline run` prints the real rate in its first
-minutes, and `python -m pipeline plan JOB --rate N` gives GPU-hours from it.
+One rate is measured: committed rows of an 8B Llama shape with a float32 head on one H200
+(benchmarks/results/teacher_rows_h200.json). The others are scaled from it and are estimates. Replace them:
+`python -m pipeline run` prints the real rate in its first minutes, and `python -m pipeline plan JOB --rate N` gives
+GPU-hours from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
-MEASURED_PARAMETERS, MEASURED_RATE = 8.03e9, 0.88 * 41_500  # parameters; tokens/s of one H200
+RESULTS = Path(__file__).parent / "results/teacher_rows_h200.json"
+MEASURED_PARAMETERS = 8.03e9
+MEASURED_RATE = float(json.loads(RESULTS.read_text())["pipeline"]["tokens_per_s"])  # of one H200, committed rows
 BYTES_PER_ROW = {"open": 280, "compact": 190}  # K = 100
 SHARD_TOKENS = 2_000_000
 SECONDS_PER_HOUR = 3600
