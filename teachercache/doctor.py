@@ -53,8 +53,8 @@ def examine(url: str | None = None, *, write: bool = True) -> list[Finding]:
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
     shown = ".".join(map(str, version))
-    if version < (3, 10):
-        return Finding("python", FAIL, shown, "expected 3.10 or newer: make the environment with another interpreter")
+    if version < (3, 11):
+        return Finding("python", FAIL, shown, "expected 3.11 or newer: make the environment with another interpreter")
     return Finding("python", OK, f"{shown} on {platform.system()} {platform.machine()}")
 
 

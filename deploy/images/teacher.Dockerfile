@@ -16,11 +16,13 @@ RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 # Dependencies first: they are 8 GB and change rarely, our code is small and changes often.
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY constraints/cuda.txt constraints/
+# The version is read from teachercache/__init__.py; here any will do.
 RUN mkdir teachercache pipeline trainer \
-    && touch teachercache/__init__.py pipeline/__init__.py trainer/__init__.py \
-    && pip install -c constraints/cuda.txt ".[pipeline,cuda]" \
+    && touch pipeline/__init__.py trainer/__init__.py \
+    && echo '__version__ = "0"' > teachercache/__init__.py \
+    && pip install -c constraints/cuda.txt ".[pipeline,vllm,hub]" \
     && pip uninstall -y teachercache
 COPY teachercache teachercache
 COPY pipeline pipeline

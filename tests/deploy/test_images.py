@@ -52,10 +52,10 @@ def test_copied_paths_exist_and_reach_the_build_context() -> None:
 def test_teacher_has_what_kuberay_runs_in_it_and_the_trainer_has_no_ray() -> None:
     teacher = (DEPLOY / "images/teacher.Dockerfile").read_text()
     assert "wget" in teacher  # health probes
-    assert "[pipeline,cuda]" in teacher  # `ray` itself, for `ray start` and the submitter
+    assert "[pipeline,vllm" in teacher  # `ray` itself, for `ray start` and the submitter
     trainer = (DEPLOY / "images/trainer.Dockerfile").read_text()
-    assert "[trainer]" in trainer
-    assert "pipeline,cuda" not in trainer
+    assert "[trainer,fast" in trainer
+    assert not {"pipeline", "vllm"} & set(re.findall(r"\[([\w,]+)\]", trainer)[0].split(","))
 
 
 def test_bake_file_builds_every_dockerfile() -> None:
