@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -69,3 +70,17 @@ def unsafe_s3_url(
 ) -> str:
     """URL of a fresh bucket on each S3 server that ignores If-None-Match, one after the other."""
     return _use(s3_server(request.param), monkeypatch)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was skipped and why, grouped by reason: a green run promises nothing about these tests."""
+    groups: dict[str, Counter[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        _, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, str(report.longrepr))
+        groups.setdefault(reason.removeprefix("Skipped: "), Counter())[report.nodeid.split("::")[0]] += 1
+    if not groups:
+        return
+    terminalreporter.section("skipped: how many tests, why, and where")
+    for reason, files in sorted(groups.items(), key=lambda group: -group[1].total()):
+        terminalreporter.line(f"{files.total():4}  {reason}")
+        terminalreporter.line("      " + ", ".join(f"{file} ({count})" for file, count in sorted(files.items())))
