@@ -37,7 +37,7 @@ unit: setup
 soak: model
 	@$(RUN) benchmarks/soak.py
 
-# The cache that `make demo` left gives the real rows; GPU figures have scripts of their own, benchmarks/*_h200.py.
+# The cache that `make demo` left gives the real rows; the scripts of GPU figures are benchmarks/*_h200.py.
 DEMO_CACHE := build/demo/s3/teachercache-demo/smollm2-135m
 bench: model
 	@test -e $(DEMO_CACHE)/spec.json || (echo "run \`make demo\` first: its cache holds the real teacher rows"; exit 1)

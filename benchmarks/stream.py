@@ -2,9 +2,9 @@
 
     python benchmarks/stream.py [--gib 5] [--seconds 60] [--server localbucket] [--keep FOLDER]
 
-Fills a cache with synthetic rows (K = 100, vocabulary 49,152; one shard's file stands under many shard ids, so that filling
+Fills a cache with synthetic rows (K = 100, vocabulary 49,152; one shard's file is committed under many shard ids, so that filling
 is cheap and reading is not), starts an S3 server on this machine, and streams with shuffling for the given time in a
-process of its own. The server shares the machine's cores. Prints rows a second and the reader's peak resident memory;
+separate process. The server shares the machine's cores. Prints rows a second and the reader's peak resident memory;
 results: benchmarks/results/stream.json.
 """
 

@@ -2,7 +2,7 @@
 
 S3 server and Ray head start here; SmolLM2-135M scores Python's own documentation and library source in vLLM through
 `ray job submit`; the published cache is verified on s3://; a student cut from the teacher is trained from it and measured
-before and after.  What was started is stopped again, also on Ctrl-C or a failure.  Results: build/demo/report.json.
+before and after. What was started is stopped again, also on Ctrl-C or a failure. Results: build/demo/report.json.
 The S3 server keeps its data in build/demo/s3, so a second run finds the cache complete and only trains.
 """
 

@@ -2,7 +2,7 @@
 
     python scripts/demo_corpus.py OUT          writes OUT/reference.jsonl and OUT/library.jsonl, lines {"id", "text", "licence"}
 
-Deterministic for one Python version.  Documents are cut where the text itself has a boundary (a topic, a top-level
+Deterministic for one Python version. Documents are cut where the text itself has a boundary (a topic, a top-level
 definition), so that a split by document keeps held-out text apart.
 """
 
@@ -29,7 +29,7 @@ def reference() -> Iterator[tuple[str, str]]:
 
 
 def library() -> Iterator[tuple[str, str]]:
-    """(id, text) of every top-level definition of MODULES, with the comments that stand before it."""
+    """(id, text) of every top-level definition of MODULES, with the comments before it."""
     for module in MODULES:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:

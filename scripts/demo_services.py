@@ -1,6 +1,6 @@
 """The demo's two servers on this machine: an S3 server that keeps its data on disk and a Ray head with its job server.
 
-Each is a child in a process group of its own, so that stopping it also stops what it started; `ray stop` would stop every
+Each starts a new process group, so that stopping it also stops what it started; `ray stop` would stop every
 Ray on the machine, other people's too.
 """
 
@@ -25,7 +25,7 @@ BIN = Path(sys.executable).parent
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports of the loopback address that nobody listens on at this moment."""
+    """`count` different TCP ports of the loopback address that are free at this moment."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

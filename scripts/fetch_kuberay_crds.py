@@ -2,7 +2,7 @@
 
     python3 scripts/fetch_kuberay_crds.py          prints the folder; exits 1 with the reason where they cannot be had
 
-They are in no package registry; this asks the release's tag on GitHub, once.  The release is the one that
+They are in no package registry; this asks the release's tag on GitHub, once. The release is the one that
 deploy/helm/kuberay-operator.values.yaml installs.
 """
 

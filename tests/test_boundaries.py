@@ -1,4 +1,4 @@
-"""`pipeline -> teachercache <- trainer`, and nothing else crosses: read from the imports, wherever they stand."""
+"""`pipeline -> teachercache <- trainer`, and nothing else crosses: read from the imports, wherever they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-# The teacher's image: vLLM (CUDA), Ray and the pipeline.  Head, workers and the submitter of a RayJob all run it.
+# The teacher's image: vLLM (CUDA), Ray and the pipeline. Head, workers and the submitter of a RayJob all run it.
 #
 #   docker build -f deploy/images/teacher.Dockerfile -t registry.example/teachercache-teacher:0.1.0 .
 #
-# Ubuntu 24.04 brings Python 3.12, which constraints/cuda.txt was measured with.  The CUDA libraries come as wheels with
+# Ubuntu 24.04 brings Python 3.12, which constraints/cuda.txt was measured with. The CUDA libraries come as wheels with
 # torch; from NVIDIA's base image we need the driver's contract alone, so `base` does and `devel` (4 GB more) is not used.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.3-base-ubuntu24.04
 

@@ -1,4 +1,4 @@
-# The trainer's image: torch (CUDA), triton, transformers and the trainer.  No Ray and no vLLM: half the teacher's size.
+# The trainer's image: torch (CUDA), triton, transformers and the trainer. No Ray and no vLLM: half the teacher's size.
 #
 #   docker build -f deploy/images/trainer.Dockerfile -t registry.example/teachercache-trainer:0.1.0 .
 ARG CUDA_IMAGE=nvidia/cuda:13.0.3-base-ubuntu24.04

@@ -1,7 +1,7 @@
 """Strict schemas of the custom resources that deploy/ uses, in our own words.
 
 The operators' CRDs are in no package registry and not copied here (KubeRay's RayJob alone is a megabyte, nearly all of it
-Kubernetes' own pod template).  Instead:
+Kubernetes' own pod template). Instead:
   * KubeRay's own types with every field of its ray.io/v1 API reference, release 1.7, unknown fields refused, and the rules
     between fields that its CRD or its operator enforces (RULES);
   * what is Kubernetes' own inside them (pod templates, resources, environments) is checked by kubernetes-validate's strict
@@ -313,7 +313,7 @@ JOB_RULES: list[Rule] = [
         lambda j: j.get("submissionMode") != "InteractiveMode" or not j.get("backoffLimit"),
     ),
     (
-        "SidecarMode has no submitter of its own",
+        "SidecarMode has no submitter pod",
         lambda j: j.get("submissionMode") != "SidecarMode" or not {"submitterPodTemplate", "submitterConfig"} & set(j),
     ),
     ("runtimeEnvYAML is YAML of a mapping", lambda j: isinstance(yaml.safe_load(j.get("runtimeEnvYAML", "{}")), dict)),

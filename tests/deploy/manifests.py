@@ -68,7 +68,7 @@ def core_problems(item: Object) -> Iterator[str]:
 
 
 def pod_templates(value: Any, path: str = "") -> Iterator[tuple[str, Object]]:
-    """Every pod template inside a custom resource, with where it stands."""
+    """Every pod template inside a custom resource, with its path."""
     if isinstance(value, dict):
         for key, inner in value.items():
             here = f"{path}.{key}".lstrip(".")

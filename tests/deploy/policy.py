@@ -37,7 +37,7 @@ def allowed(
     """Whether a principal with the identity policy may do `action` on `resource` of a bucket with that policy."""
     facts = {
         "aws:SecureTransport": "true",
-        "aws:PrincipalArn": "arn:aws:iam::111122223333:role/somebody",
+        "aws:PrincipalArn": "arn:aws:iam::111122223333:role/anyone",
         **(context or {}),
     }
     verdicts = [s["Effect"] for s in identity if _applies(s, action, resource, facts)]

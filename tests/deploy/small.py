@@ -1,4 +1,4 @@
-"""The smallest real job: a byte-level tokenizer, twelve documents, the no-op teacher.  A cache of it takes a second."""
+"""The smallest real job: a byte-level tokenizer, twelve documents, the no-op teacher. A cache of it takes a second."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_crds_are_fetched_once_and_an_unreachable_release_says_so(stand_in: Path
     ("where", "value", "asked"),
     [
         (("shutdownAfterJobFinishes",), False, "need shutdownAfterJobFinishes"),
-        (("submissionMode",), "SidecarMode", "no submitter of its own"),
+        (("submissionMode",), "SidecarMode", "no submitter pod"),
         (("runtimeEnvYAML",), "just words", "YAML of a mapping"),
         (
             ("rayClusterSpec", "headGroupSpec", "template", "spec", "restartPolicy"),

@@ -1,4 +1,4 @@
-"""The RayJob's entry point, run as it stands: a Ray head that was started where job.yaml is mounted, S3, a small job."""
+"""The RayJob's entry point, run unchanged: a Ray head that was started where job.yaml is mounted, S3, a small job."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.deploy.policy import allowed, load
 STORAGE = DEPLOY / "storage"
 WRITER, READER, COLLECTOR = (load(STORAGE / f"iam/{role}.json") for role in ("writer", "reader", "collector"))
 BUCKET = load(STORAGE / "bucket-policy.json")
-ROLES = {"writer": WRITER, "reader": READER, "collector": COLLECTOR, "nobody": []}
+ROLES = {"writer": WRITER, "reader": READER, "collector": COLLECTOR, "stranger": []}
 ARN = {role: f"arn:aws:iam::111122223333:role/teachercache-{role}" for role in ROLES}
 
 CACHE = "arn:aws:s3:::teachercache/llama-8b"
@@ -69,8 +69,8 @@ TABLE = [
     ("collector", "s3:DeleteObject", f"tokenizer/{'0' * 64}/tokenizer.json", {}, False),
     ("collector", "s3:PutObject", "commits/abc.json", CREATE, False),
     ("collector", "s3:PutObject", DATA, CREATE, False),
-    ("nobody", "s3:GetObject", DATA, {}, False),
-    ("nobody", "s3:ListBucket", None, {}, False),
+    ("stranger", "s3:GetObject", DATA, {}, False),
+    ("stranger", "s3:ListBucket", None, {}, False),
 ]
 
 

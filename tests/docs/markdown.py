@@ -1,7 +1,7 @@
 """Fenced blocks, code spans and links of the documentation: what a test can run, and why it cannot run the rest.
 
-Every fence names its language.  `sh`, `python`, `sql` and `yaml` blocks run (test_docs.py); `text` is what a command
-printed.  A block that cannot run here is marked by a comment on the line before it:
+Every fence names its language. `sh`, `python`, `sql` and `yaml` blocks run (test_docs.py); `text` is what a command
+printed. A block that cannot run here is marked by a comment on the line before it:
 
     <!-- not run by the tests: REASON -->
 
@@ -70,7 +70,7 @@ def prose(path: Path) -> str:
 
 
 def code_spans(path: Path) -> list[str]:
-    """What stands between single backticks outside fenced blocks, on one line each."""
+    """The text between single backticks outside fenced blocks, on one line each."""
     return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", prose(path))]
 
 

@@ -1,9 +1,9 @@
 """What README and docs tell people to type works: every block that this machine can run is run, in the page's order.
 
-Each page has a folder of its own that looks like a checkout; around it are one S3 server (moto) and small caches of the
-no-op teacher.  Shell, Python and SQL blocks run as they stand, but for the names of STAND_INS: a page that speaks of an 8B
-teacher gets one of four tiny layers, a cluster's address becomes that of a Ray head started here.  YAML blocks go through
-the real configuration.  Blocks of a page share its folder and, in Python, its names, as they do for a reader.
+Each page has a folder that looks like a checkout; around it are one S3 server (moto) and small caches of the
+no-op teacher. Shell, Python and SQL blocks run unchanged, but for the names of STAND_INS: a page that speaks of an 8B
+teacher gets one of four tiny layers, a cluster's address becomes that of a Ray head started here. YAML blocks go through
+the real configuration. Blocks of a page share its folder and, in Python, its names, as they do for a reader.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BLOCKS = [block for path in DOCS for block in blocks(path)]
 RUNNABLE = [block for block in BLOCKS if block.runs]
 SMOLLM2 = ROOT / "build/models/smollm2-135m"
 
-# What a page names and this machine lacks → what stands for it here.
+# What a page names and this machine lacks → what replaces it here.
 STAND_INS: dict[str, dict[str, str]] = {
     "README.md": {
         "model: meta-llama/Llama-3.1-8B-Instruct, dtype: bfloat16": "model: $TINY, engine: noop",
@@ -74,7 +74,7 @@ def name(block: Block) -> str:
 
 @dataclass
 class Page:
-    """A page's folder, the values that its stand-ins stand for, and the names that its Python blocks have made."""
+    """A page's folder, what its stand-ins are replaced by, and the names that its Python blocks have made."""
 
     path: Path
     folder: Path
@@ -211,7 +211,7 @@ def run_yaml(page: Page, block: Block) -> None:
     file = page.folder / (block.file_name or "build/block.yaml")
     file.write_text(code)
     if "corpora" in tree:
-        parse_job(yaml.safe_load(block.code))  # as it stands, too
+        parse_job(yaml.safe_load(block.code))  # unchanged, too
         load_job(file)
     else:
         load_config(file)
