@@ -7,9 +7,13 @@ status 2) of one sentence, because a misspelt option that is silently ignored co
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import inspect
+import json
+import textwrap
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,14 +21,21 @@ from pydantic import BaseModel, ValidationError
 from teachercache.errors import UsageError
 
 M = TypeVar("M", bound=BaseModel)
-ANY_ENTRY = "*"  # stands for an index of a list in a dotted key
-OTHER_NAMES = {"learning_rate": "lr"}  # common names of ours that no distance of spelling finds
+ANY_ENTRY = "*"  # in place of an index of a list in a dotted key
 
 
-def load(model: type[M], path: str | Path | None, overrides: Iterable[str] = (), *, where: str | None = None) -> M:
+def load(
+    model: type[M],
+    path: str | Path | None,
+    overrides: Iterable[str] = (),
+    *,
+    where: str | None = None,
+    other_names: Mapping[str, str] | None = None,
+) -> M:
     """Read a YAML file (None: overrides alone), apply `a.b=value` overrides, and validate.
 
-    `where` is what messages call the whole; the path by default. Raises UsageError.
+    `where` is what messages call the whole; the path by default. `other_names` are common names of keys that no
+    distance of spelling finds. Raises UsageError.
     """
     tree: Any = {}
     if path is not None:
@@ -40,15 +51,15 @@ def load(model: type[M], path: str | Path | None, overrides: Iterable[str] = (),
             raise UsageError(f"{path} holds a {type(tree).__name__}; expected keys such as {expected}")
     for override in overrides:
         apply_override(tree, override)
-    return validate(model, tree, where or str(path))
+    return validate(model, tree, where or str(path), other_names)
 
 
-def validate(model: type[M], tree: dict[str, Any], where: str) -> M:
+def validate(model: type[M], tree: dict[str, Any], where: str, other_names: Mapping[str, str] | None = None) -> M:
     """Check a tree of plain values. Raises UsageError that explains the first problem."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(_explain(error, model, where)) from error
+        raise UsageError(_explain(error, model, where, other_names or {})) from error
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -81,12 +92,12 @@ def _index(node: Any, part: str, override: str, above: list[str]) -> str | int:
     return int(part)
 
 
-def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+def _explain(error: ValidationError, model: type[BaseModel], where: str, other_names: Mapping[str, str]) -> str:
     problem = error.errors(include_url=False)[0]
     location = problem["loc"]
     dotted = ".".join(str(part) for part in location)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {dotted} in {where}; did you mean {nearest_key(model, location)}?"
+        return f"unknown key {dotted} in {where}; did you mean {nearest_key(model, location, other_names)}?"
     if problem["type"] == "missing":
         return f"{where} lacks {dotted}: set it in the YAML file or as {dotted}=VALUE"
     message = problem["msg"].removeprefix("Value error, ")
@@ -95,10 +106,13 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     return f"{where}: {dotted + ': ' if dotted else ''}{message}{shown}"
 
 
-def nearest_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The known key most like `location`: first by its last part, wherever that stands, then as a whole."""
+def nearest_key(
+    model: type[BaseModel], location: tuple[int | str, ...], other_names: Mapping[str, str] | None = None
+) -> str:
+    """Return the known key most like `location`: first by its last part, wherever that is, then as a whole."""
+    names = other_names or {}
     known = list(_known_keys(model))
-    asked = ".".join(ANY_ENTRY if isinstance(part, int) else OTHER_NAMES.get(part, part) for part in location)
+    asked = ".".join(ANY_ENTRY if isinstance(part, int) else names.get(part, part) for part in location)
     leaves = {key.rsplit(".", 1)[-1] for key in known}
     alike = difflib.get_close_matches(asked.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)
     candidates = [key for key in known if alike and key.rsplit(".", 1)[-1] == alike[0]] or known
@@ -125,3 +139,79 @@ def _sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
     for part in getattr(annotation, "__args__", ()):
         for section, nested in _sections(part):
             yield section, in_list or nested
+
+
+class Key(NamedTuple):
+    """One documented key of a configuration."""
+
+    key: str
+    """Dotted; an entry of a list of sections is called `*`."""
+    type: str
+    """As YAML has it: `int`, `auto | cpu`, `section`, `list of sections`."""
+    default: Any
+    """REQUIRED where there is none."""
+    description: str
+
+
+REQUIRED = "required"
+
+
+def describe(model: type[BaseModel], prefix: str = "") -> list[Key]:
+    """Return every key of a configuration in its order, sections ahead of what is in them."""
+    keys: list[Key] = []
+    for name, field in model.model_fields.items():
+        default = REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
+        sections = list(_sections(field.annotation))
+        for section, in_list in sections:
+            said = field.description or inspect.getdoc(section) or ""
+            shown = default if in_list or default in (None, REQUIRED) else {}
+            keys.append(Key(prefix + name, "list of sections" if in_list else "section", shown, said))
+            keys += describe(section, f"{prefix}{name}.{ANY_ENTRY + '.' if in_list else ''}")
+        if not sections:
+            keys.append(Key(prefix + name, _type_name(field.annotation), default, field.description or ""))
+    return keys
+
+
+def _type_name(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join("null" if part is None else str(part) for part in parts)
+    if origin in (Union, types.UnionType):
+        return " | ".join(_type_name(part) for part in parts)
+    if annotation is type(None):
+        return "null"
+    if origin is None:
+        return str(getattr(annotation, "__name__", annotation))
+    if parts and origin.__name__ == "Annotated":
+        return _type_name(parts[0])
+    inside = ", ".join(_type_name(part) for part in parts if part is not Ellipsis)
+    return f"{origin.__name__}[{inside}]"
+
+
+def commented_yaml(model: type[BaseModel], *, width: int = 100) -> str:
+    """Return every key with its default as a YAML file, each under a comment that says what it does."""
+    lines: list[str] = []
+    begun: set[str] = set()
+    absent: str | None = None  # a section that is null by default: its keys are printed as a comment
+    for key, kind, default, description in describe(model):
+        absent = None if absent is None or not key.startswith(f"{absent}.") else absent
+        parts = key.split(".")
+        indent = "  " * (len(parts) - 1)
+        section = kind in ("section", "list of sections")
+        if section and default is None:
+            absent = key
+        value = "" if section or default == REQUIRED else " " + json.dumps(_plain(default), ensure_ascii=False)
+        notes = [kind] * (not section) + [REQUIRED] * (default == REQUIRED) + ["null by default"] * (absent == key)
+        said = f"{description} ({', '.join(notes)})" if notes else description
+        mark = "# " if absent else ""
+        lines += [""] * (len(parts) == 1)
+        lines += [f"{mark}{indent}# {line}" for line in textwrap.wrap(said, width - len(indent))]
+        if parts[-2:-1] == [ANY_ENTRY] and (entry := ".".join(parts[:-1])) not in begun:
+            begun.add(entry)  # the first key of a list's entry carries the dash
+            indent = indent[:-2] + "- "
+        lines.append(f"{mark}{indent}{parts[-1]}:{value}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from teachercache import configfile
 
+OTHER_NAMES = {"learning_rate": "lr"}
+"""Common names of keys of ours that no distance of spelling finds."""
+
 
 class Section(BaseModel):
     """A part of the configuration: frozen, and strict about unknown keys."""
@@ -220,4 +223,4 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
 
     Raises UsageError (exit status 2) for a missing file, an unknown key or a value of the wrong type.
     """
-    return configfile.load(TrainerConfig, path, overrides, where="the configuration")
+    return configfile.load(TrainerConfig, path, overrides, where="the configuration", other_names=OTHER_NAMES)
