@@ -96,7 +96,7 @@ def cache_facts(env: dict[str, str]) -> dict[str, Any]:
     import teachercache
 
     cache = teachercache.open(CACHE)
-    commits = list(teachercache.create(CACHE, cache.spec, probe=False).commits())
+    commits = teachercache.Ledger(cache.store, cache.spec).commits()
     seconds = sum(float(commit.provenance.get("teacher_seconds", 0.0)) for commit in commits)
     size = sum(file.size for file in cache.manifest.files)
     return {

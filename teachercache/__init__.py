@@ -6,7 +6,7 @@ Never imports ray, vllm or torch.
 
 from teachercache import errors
 from teachercache.fingerprint import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
-from teachercache.format.objects import Plan, PlanShard, Quarantine
+from teachercache.format.objects import Commit, Manifest, Plan, PlanShard, Quarantine
 from teachercache.format.record import (
     Record,
     check_record,
@@ -15,9 +15,9 @@ from teachercache.format.record import (
 )
 from teachercache.format.spec import CacheSpec, TeacherSpec, TokenizerSpec
 from teachercache.read.cache import Cache, open
+from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
-from teachercache.write.attempt import Commit, CommitResult
-from teachercache.write.publish import Manifest
+from teachercache.write.attempt import CommitResult
 from teachercache.write.writer import CacheWriter, create
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "CacheWriter",
     "Commit",
     "CommitResult",
+    "Ledger",
     "Manifest",
     "Plan",
     "PlanShard",

@@ -35,8 +35,9 @@ from teachercache.errors import (
 from teachercache.format import layout
 from teachercache.iceberg import register
 from teachercache.parquet.codecs import CODECS
-from teachercache.read.cache import Cache, IncompleteCacheWarning, load_spec
+from teachercache.read.cache import Cache, IncompleteCacheWarning
 from teachercache.read.cache import open as open_cache
+from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize as run_optimize
@@ -46,7 +47,6 @@ from teachercache.views.export import export as run_export
 from teachercache.views.report import SAMPLE_FILES
 from teachercache.views.report import report as make_report
 from teachercache.write.attempt import GRACE_SECONDS
-from teachercache.write.publish import load_manifest, manifest_numbers
 from teachercache.write.writer import CacheWriter
 
 app = typer.Typer(
@@ -180,12 +180,12 @@ def describe(store: Store) -> dict[str, Any]:
 
 
 def _described(store: Store) -> dict[str, Any]:
-    spec = load_spec(store)
-    numbers = manifest_numbers(store)
+    ledger = Ledger(store)
+    spec, numbers = ledger.spec(), ledger.manifest_numbers()
     line: dict[str, Any] = {"url": store.url, "teacher": spec.teacher.name, "top_k": spec.top_k, "manifest": None}
     if not numbers:
         return line | {"rows": 0, "bytes": 0, "state": "not published"}
-    manifest = load_manifest(store, numbers[-1], spec.digest)
+    manifest = ledger.manifest(numbers[-1])
     state = "complete" if manifest.complete else "incomplete"
     return line | {
         "manifest": manifest.number,
@@ -267,7 +267,7 @@ def verify(
     Example: teachercache verify s3://bucket/cache --sample 0.1
     """
     store = Store.open(url)
-    spec = load_spec(store)
+    spec = Ledger(store).spec()
     pinned = None if manifest is None else opened(url, manifest).manifest
     with progress_bar("verifying") as progress:
         found = run_verify(store, spec, pinned, sample=sample, threads=threads, progress=progress)
@@ -391,7 +391,7 @@ def optimize(
     Example: teachercache optimize s3://bucket/cache --codec compact
     """
     store = Store.open(url)
-    writer = CacheWriter(store, load_spec(store))
+    writer = CacheWriter(store, Ledger(store).spec())
     with progress_bar("rewriting") as progress:
         done = run_optimize(
             writer,
@@ -430,7 +430,7 @@ def gc(
     """
     store = Store.open(url)
     found = collect(
-        store, load_spec(store), grace_seconds=grace_days * 86400, keep_manifests=keep_manifests, dry_run=not delete
+        store, Ledger(store).spec(), grace_seconds=grace_days * 86400, keep_manifests=keep_manifests, dry_run=not delete
     )
     if json_:
         paths = {

@@ -85,6 +85,16 @@ class StoreUnavailable(TeacherCacheError):
     code = "TC-E109"
 
 
+class Exists(TeacherCacheError):
+    """An object with other content already has this name. Not a failure by itself: the first writer wins."""
+
+    code = "TC-E110"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} exists already, with other content")
+        self.path = path
+
+
 class SpecMismatch(UsageError):
     """The cache belongs to another teacher, tokenizer or K. `differences` lists (field, ours, theirs)."""
 

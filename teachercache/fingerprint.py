@@ -6,7 +6,6 @@ move with a single byte of anything that matters.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 
 from teachercache.errors import UsageError
 from teachercache.format.spec import TokenizerSpec, json_digest
+from teachercache.store.store import sha256_file
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "consolidated*.pth")
 # Written by whoever saved the folder; no effect on a log-probability. dtype stands in the spec by itself.
@@ -53,13 +53,7 @@ def fingerprint_weights(folder: Path | str) -> str:
 
 def _file_digest(path: Path) -> str:
     target = path.resolve().name
-    if path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", target):
-        return target
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+    return target if path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", target) else sha256_file(path)
 
 
 def fingerprint_config(folder: Path | str) -> str:

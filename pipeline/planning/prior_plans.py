@@ -14,7 +14,7 @@ from typing import Any, Literal
 from teachercache import Plan, Store
 from teachercache.errors import UsageError
 from teachercache.format.layout import PLANS
-from teachercache.format.sealed import read_sealed
+from teachercache.store.ledger import read_sealed
 
 Cut = tuple[Literal["bytes", "row_groups", "rows", "file"], int, int]  # unit, start, stop
 

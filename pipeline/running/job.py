@@ -27,12 +27,11 @@ from pipeline.running.inline_pool import InlinePool, Pool, PoolState
 from teachercache import (
     CacheSpec,
     CacheWriter,
+    Ledger,
     Manifest,
     Plan,
-    Store,
 )
 from teachercache.errors import (
-    MissingObject,
     NotACache,
     SpecMismatch,
     UsageError,
@@ -65,24 +64,13 @@ def check_cache(job: JobConfig, spec: CacheSpec) -> Earlier:
     Writes nothing.
     """
     try:
-        existing = read_spec(job.cache)
+        ledger = Ledger.open(job.cache)
+        existing = ledger.spec()
     except NotACache:
         return Earlier()
     if existing != spec:
         raise SpecMismatch(job.cache, spec.differences(existing))
-    store = Store.open(job.cache)
-    return read_earlier(store, CacheWriter(store, spec).committed())
-
-
-def read_spec(url: str) -> CacheSpec:
-    """The spec of an existing cache."""
-    from teachercache.format.sealed import read_sealed
-
-    store = Store.open(url)
-    try:
-        return read_sealed(store, CacheSpec, "spec.json")
-    except MissingObject as error:
-        raise NotACache(f"{url}: expected a cache, found no spec.json; run the job first") from error
+    return read_earlier(ledger.store, ledger.committed())
 
 
 def absolute(job: JobConfig) -> JobConfig:

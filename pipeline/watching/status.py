@@ -9,27 +9,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.running.job import read_spec
 from pipeline.watching.progress import duration, human
-from teachercache import CacheWriter, Commit, Store
+from teachercache import Commit, Ledger
 from teachercache.errors import NotACache
-from teachercache.format.layout import COMMITS
-from teachercache.write.publish import read_many, read_quarantines
-
-
-def _reader(url: str) -> CacheWriter:
-    """A CacheWriter used for reading only: nothing is probed, nothing is written."""
-    return CacheWriter(Store.open(url), read_spec(url))
 
 
 def read_status(url: str) -> dict[str, Any]:
     """Counts over all plans of a cache.  Cost: one listing and one small read per commit, sixteen at a time."""
-    cache = _reader(url)
-    planned = {s.shard_id: s for plan in cache.plans().values() for s in plan.shards}
-    commits = list(cache.commits())
+    ledger = Ledger.open(url)
+    ledger.spec()  # NotACache before anything else is read
+    planned = {s.shard_id: s for plan in ledger.plans().values() for s in plan.shards}
+    commits = ledger.commits()
     done = {c.shard_id for c in commits}
     shards, broken = 0, 0
-    for shard_id, entry in read_quarantines(cache.store).items():
+    for shard_id, entry in ledger.quarantines().items():
         if entry.reason.startswith("document:"):
             broken += len(entry.documents)
         elif shard_id not in done:
@@ -63,13 +56,13 @@ def _reused(commit: Commit, what: str) -> int:
 
 def measured_rate(url: str, most: int = 50) -> float | None:
     """Tokens/s of one teacher as the cache's own commits record it; None where there is none yet."""
+    ledger = Ledger.open(url)
     try:
-        cache = _reader(url)
+        ledger.spec()
     except NotACache:
         return None
-    paths = [o.path for o in cache.store.list(COMMITS)][:most]
     tokens = seconds = 0.0
-    for commit in read_many(cache.store, Commit, paths):
+    for commit in ledger.commits(most):
         tokens += commit.tokens - _reused(commit, "tokens")
         seconds += float(commit.provenance.get("teacher_seconds") or 0.0)
     return tokens / seconds if seconds > 0 else None
@@ -100,10 +93,11 @@ def show_status(console: Console, report: dict[str, Any], before: dict[str, Any]
 
 def read_quarantine(url: str) -> list[dict[str, Any]]:
     """Quarantined shards without a commit, and documents left out of committed shards."""
-    cache = _reader(url)
-    committed = cache.committed()
+    ledger = Ledger.open(url)
+    ledger.spec()
+    committed = ledger.committed()
     entries = []
-    for shard_id, entry in sorted(read_quarantines(cache.store).items()):
+    for shard_id, entry in sorted(ledger.quarantines().items()):
         scope = "document" if entry.reason.startswith("document:") else "shard"
         if scope == "shard" and shard_id in committed:
             continue

@@ -16,11 +16,11 @@ DATA = "data/"
 QUARANTINE = "quarantine/"
 LEASES = "leases/"
 TOKENIZER = "tokenizer/"
+INDEX = "index.json"  # of the tokenizer's files
 PROBES = "probes/"  # scratch of the start-up probe and of reading the server's clock; `gc` removes leftovers
 
 SHARD_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,126}[A-Za-z0-9])?")
 ATTEMPT = re.compile(r"[0-9a-f]{32}")
-DIGEST = re.compile(r"[0-9a-f]{64}")
 _DATA_PATH = re.compile(
     rf"data/codec=(?P<codec>[a-z0-9]{{1,32}})/split=(?P<split>{NAME.pattern})/source=(?P<source>{NAME.pattern})/"
     rf"(?P<shard>{SHARD_ID.pattern})-(?P<attempt>{ATTEMPT.pattern})\.parquet"

@@ -1,4 +1,7 @@
-"""What a job set out to do, stored before it starts: `plans/<digest>.json`."""
+"""Models of the sealed JSON objects of a cache: commit, plan, quarantine, manifest, tokenizer index. Pure.
+
+`spec.json` is `format.spec.CacheSpec`; how an object is sealed is in `format.sealed`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,60 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from teachercache.errors import CommitConflict, UnsafeManifest
 from teachercache.format import layout
 from teachercache.format.spec import Strict, json_digest
+
+MAX_FILE_BYTES = 2**37  # 128 GiB; a manifest that claims a larger file is refused
+MAX_TOKENIZER_BYTES = 2**28
+
+
+class FileEntry(Strict):
+    """One data file as a commit and a manifest name it."""
+
+    path: str
+    codec: str
+    split: str
+    source: str
+    size: int = Field(ge=0, description="bytes")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    records: int = Field(ge=0, le=2**31)
+    documents: int = Field(ge=0, le=2**31, description="distinct doc_id")
+    tokens: int = Field(ge=0, le=2**40)
+    rows: int = Field(ge=0, le=2**40)
+    row_groups: int = Field(ge=0, le=2**24, description="Parquet row groups; a stream plans from it without any footer")
+
+
+class Commit(Strict):
+    """`commits/<shard>.json`: the only thing that makes a shard's files part of the cache."""
+
+    format_version: Literal[1] = 1
+    shard_id: str
+    attempt: str = Field(pattern=r"^[0-9a-f]{32}$")
+    spec_digest: str
+    files: list[FileEntry]
+    records: int
+    documents: int
+    tokens: int
+    rows: int
+    drops: dict[str, int] = Field(default_factory=dict)
+    replaces: list[str] = Field(default_factory=list)
+    provenance: dict[str, Any] = Field(default_factory=dict)
+    created: str
+
+    def check(self, spec_digest: str) -> None:
+        """Raise unless it belongs to this spec (CommitConflict) and names only its own files (UnsafeManifest)."""
+        if self.spec_digest != spec_digest:
+            raise CommitConflict(
+                f"the commit of shard {self.shard_id} belongs to spec {self.spec_digest[:12]}, this cache has "
+                f"{spec_digest[:12]}. It was copied here from another cache: remove it."
+            )
+        for entry in self.files:
+            where = layout.parse_data_path(entry.path)
+            if (where.shard_id, where.attempt) != (self.shard_id, self.attempt):
+                raise UnsafeManifest(
+                    f"the commit of shard {self.shard_id} names {entry.path}, which is not its own file."
+                )
 
 
 class PlanShard(Strict):
@@ -30,7 +85,10 @@ class PlanShard(Strict):
 
 
 class Plan(Strict):
-    """A job's inputs, recipe and shards. Two plans with equal digests are one plan, whenever they were made."""
+    """`plans/<digest>.json`: a job's inputs, recipe and shards, stored before it starts.
+
+    Two plans with equal digests are one plan, whenever they were made.
+    """
 
     format_version: Literal[1] = 1
     spec_digest: str
@@ -40,7 +98,7 @@ class Plan(Strict):
 
     @property
     def digest(self) -> str:
-        """sha256 hex of everything except `created`."""
+        """Return the sha256 hex of everything except `created`."""
         return json_digest(self.model_dump(mode="json", exclude={"created"}))
 
 
@@ -54,3 +112,78 @@ class Quarantine(Strict):
     message: str
     documents: list[str] = Field(default_factory=list)
     created: str
+
+
+class ManifestFile(FileEntry):
+    """A data file and the shard whose commit named it."""
+
+    shard_id: str
+
+
+class Manifest(Strict):
+    """`manifests/<number>.json`: a create-only snapshot that readers pin."""
+
+    format_version: Literal[1] = 1
+    number: int = Field(ge=1, le=99_999_999)
+    spec_digest: str
+    created: str
+    publisher: str = Field(description="random; tells two publishers' equal content apart")
+    files: list[ManifestFile] = Field(repr=False)
+    plans: list[str]
+    replaced: dict[str, str] = Field(default_factory=dict, description="shard -> the shard whose commit replaced it")
+    shards_planned: int
+    shards_committed: int
+    shards_quarantined: int
+    documents: int
+    records: int
+    tokens: int
+    rows: int
+    drops: dict[str, int] = Field(default_factory=dict)
+    repeated_content: int = Field(default=0, description="windows whose content is in another split too")
+    complete: bool
+    parent: str | None = Field(default=None, description="digest of the manifest before; informative")
+
+    @property
+    def digest(self) -> str:
+        """Return the sha256 hex of the whole content; a training run's state names it."""
+        return json_digest(self.model_dump(mode="json"))
+
+    def content(self) -> dict[str, object]:
+        """Return what makes two manifests the same snapshot."""
+        return self.model_dump(mode="json", exclude={"number", "created", "publisher", "parent"})
+
+    def check(self, spec_digest: str) -> None:
+        """Raise UnsafeManifest unless every entry is a plausible, distinct data file of this cache."""
+        name = f"manifest {self.number}"
+        if self.spec_digest != spec_digest:
+            raise UnsafeManifest(f"{name} belongs to spec {self.spec_digest[:12]}, the cache has {spec_digest[:12]}.")
+        seen: set[str] = set()
+        for entry in self.files:
+            where = layout.parse_data_path(entry.path)
+            said = (entry.codec, entry.split, entry.source, entry.shard_id)
+            if (where.codec, where.split, where.source, where.shard_id) != said:
+                raise UnsafeManifest(f"{name}: {entry.path} does not agree with its own entry.")
+            if entry.size > MAX_FILE_BYTES:
+                raise UnsafeManifest(f"{name}: {entry.path} claims {entry.size:,} bytes, limit {MAX_FILE_BYTES:,}.")
+            if entry.path in seen:
+                raise UnsafeManifest(f"{name} names {entry.path} twice.")
+            seen.add(entry.path)
+        for field in ("rows", "tokens", "records"):
+            total = sum(getattr(entry, field) for entry in self.files)
+            if getattr(self, field) != total:
+                raise UnsafeManifest(f"{name} says {getattr(self, field):,} {field}, its files hold {total:,}.")
+
+
+class TokenizerIndexEntry(Strict):
+    """One of the tokenizer's files."""
+
+    name: str
+    size: int = Field(ge=0, le=MAX_TOKENIZER_BYTES)
+    sha256: str
+
+
+class TokenizerIndex(Strict):
+    """`tokenizer/<digest>/index.json`: written last, so that what it names is there."""
+
+    format_version: Literal[1] = 1
+    files: list[TokenizerIndexEntry]

@@ -8,11 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from teachercache.format.objects import Plan, Quarantine
+from teachercache.format.objects import Commit, Manifest, Plan, Quarantine, TokenizerIndex
 from teachercache.format.spec import CacheSpec
-from teachercache.read.tokenizer import TokenizerIndex
-from teachercache.write.attempt import Commit
-from teachercache.write.publish import Manifest
 
 FOLDER = Path(__file__).parent.parent / "schemas"
 MODELS: dict[str, type[BaseModel]] = {

@@ -1,4 +1,4 @@
-"""Small JSON objects of a cache: sealed with their own digest when written, checked and bounded when read."""
+"""Seal small JSON objects with their own digest, and check and bound them when they are read. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from teachercache.errors import (
     UsageError,
 )
 from teachercache.format.spec import FORMAT_VERSION, canonical_json
-from teachercache.store.store import MAX_JSON_BYTES, Store
 
 M = TypeVar("M", bound=BaseModel)
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"}\n\Z')
-READS = 3
+MAX_JSON_BYTES = 2**29  # a manifest of a million files is about 400 MB; beyond that something is wrong
 MAX_OBJECTS = 2**19  # some 16,000 GPU-hours of unmerged shards
 
 
 def utc_now() -> str:
-    """ISO 8601, UTC, microseconds."""
+    """Return the time in ISO 8601, UTC, microseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def seal(model: BaseModel) -> bytes:
-    """Canonical JSON with one more key at its end: `seal`, the sha256 of the bytes without it.
+    """Return canonical JSON with one more key at its end: `seal`, the sha256 of the bytes without it.
 
     Raises UsageError beyond the bounds that readers check: such an object could never be read, nor replaced.
     """
@@ -44,7 +43,10 @@ def seal(model: BaseModel) -> bytes:
 
 
 def unseal(model: type[M], data: bytes, path: str) -> M:
-    """The model of a sealed object. CorruptFile when damaged, UnsupportedFormat when written by a newer format."""
+    """Parse a sealed object.
+
+    Raises CorruptFile when damaged, UnsupportedFormat when written by a newer format, UnsafeManifest beyond the bounds.
+    """
     match = _SEAL.search(data, max(0, len(data) - 100))
     if match is None:
         raise CorruptFile(f"{path} does not end in a seal; it was truncated, or is no object of a cache.")
@@ -71,15 +73,3 @@ def unseal(model: type[M], data: bytes, path: str) -> M:
 def _format_version(body: bytes) -> int:
     match = re.search(rb'"format_version":(\d{1,9})', body)
     return int(match[1]) if match else 0
-
-
-def read_sealed(store: Store, model: type[M], path: str) -> M:
-    """Read, retry a damaged transfer, and parse."""
-    for attempt in range(READS):
-        data = store.read(path)
-        try:
-            return unseal(model, data, path)
-        except CorruptFile:
-            if attempt == READS - 1:
-                raise
-    raise AssertionError("unreachable")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field
 
 from teachercache.errors import (
     CorruptFile,
@@ -20,9 +18,10 @@ from teachercache.errors import (
     UsageError,
 )
 from teachercache.format import layout
+from teachercache.format.objects import FileEntry
 from teachercache.format.record import Record, check_record
-from teachercache.format.spec import CacheSpec, Strict
-from teachercache.parquet.codecs import Block, Codec, get_codec
+from teachercache.format.spec import CacheSpec
+from teachercache.parquet.codecs import Block, get_codec
 from teachercache.parquet.open import (
     META_PREFIX,
     column,
@@ -30,31 +29,13 @@ from teachercache.parquet.open import (
     meta_kind,
     meta_type,
 )
-from teachercache.store.store import Store
+from teachercache.store.store import Store, sha256_file
 
 ROWS_PER_GROUP = 16_384  # about 4.5 MB: one range request, small enough to shuffle, large enough to compress
 GROUP_BYTES = 2**26  # of the top-K of a row group, which a large K reaches before ROWS_PER_GROUP
 MAX_GROUP_BYTES = 2**31  # uncompressed; a lying footer must not make a reader allocate more
-MAX_FILE_BYTES = 2**37  # 128 GiB; nobody writes such a file, and a manifest that claims more is refused
-DOWNLOAD_BYTES = 2**23  # one range request
 PRE_BUFFER = True  # one range request for the wanted columns of a row group, from another thread
 RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
-
-
-class FileEntry(Strict):
-    """One data file as a commit and a manifest name it."""
-
-    path: str
-    codec: str
-    split: str
-    source: str
-    size: int = Field(ge=0, description="bytes")
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    records: int = Field(ge=0, le=2**31)
-    documents: int = Field(ge=0, le=2**31, description="distinct doc_id")
-    tokens: int = Field(ge=0, le=2**40)
-    rows: int = Field(ge=0, le=2**40)
-    row_groups: int = Field(ge=0, le=2**24, description="Parquet row groups; a stream plans from it without any footer")
 
 
 class FileBuilder:
@@ -245,10 +226,6 @@ class DataFile:
     def num_groups(self) -> int:
         return self._file.num_row_groups
 
-    def group_records(self) -> list[int]:
-        """Records of each row group."""
-        return [self._file.metadata.row_group(i).num_rows for i in range(self.num_groups)]
-
     @property
     def footer(self) -> pq.FileMetaData:
         return self._file.metadata
@@ -302,27 +279,9 @@ def check_columns(columns: Collection[str] | None) -> set[str] | None:
     return set(columns)
 
 
-def download(store: Store, entry: FileEntry, out: BinaryIO) -> str:
-    """Copy a data file into `out`, by range requests; returns the sha256 hex of what came."""
-    digest = hashlib.sha256()
-    for start in range(0, entry.size, DOWNLOAD_BYTES):
-        data = store.read_range(entry.path, start, min(start + DOWNLOAD_BYTES, entry.size))
-        digest.update(data)
-        out.write(data)
-    return digest.hexdigest()
-
-
 def _group_bytes(record: Record) -> int:
     """About what a record takes in a row group before compression; top-K rows outweigh all else."""
     return 8 * record.topk_ids.size + 4 * record.input_ids.size
-
-
-def sha256_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _gone(error: MissingObject) -> MissingObject:
@@ -334,6 +293,3 @@ def _gone(error: MissingObject) -> MissingObject:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-__all__ = ["Codec", "DataFile", "FileBuilder", "FileEntry", "sha256_file"]

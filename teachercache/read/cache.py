@@ -9,20 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from teachercache.errors import MissingObject, NotACache, UsageError
-from teachercache.format import layout
+from teachercache.errors import NotACache, UsageError
+from teachercache.format.objects import Manifest, ManifestFile
 from teachercache.format.record import Record
-from teachercache.format.sealed import read_sealed
 from teachercache.format.spec import CacheSpec
 from teachercache.parquet.datafile import DataFile, check_columns
 from teachercache.read.tokenizer import download_tokenizer
+from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
-from teachercache.write.publish import (
-    Manifest,
-    ManifestFile,
-    load_manifest,
-    manifest_numbers,
-)
 
 if TYPE_CHECKING:
     from teachercache.read.stream import RecordStream
@@ -32,9 +26,9 @@ def open(
     url: str | os.PathLike[str], manifest: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Cache:
     """A cache, pinned to its newest manifest unless a number is given. NotACache where nothing was published."""
-    store = Store.open(url, storage_options)
-    spec = load_spec(store)
-    numbers = manifest_numbers(store)
+    ledger = Ledger.open(url, storage_options)
+    store, spec = ledger.store, ledger.spec()
+    numbers = ledger.manifest_numbers()
     if not numbers:
         raise NotACache(
             f"{store.url} has no manifest yet; expected a published cache: wait for its job, or publish it."
@@ -42,7 +36,7 @@ def open(
     number = numbers[-1] if manifest is None else manifest
     if number not in numbers:
         raise NotACache(f"{store.url} has no manifest {number}; it has {numbers[0]} to {numbers[-1]}.")
-    cache = Cache(store, spec, load_manifest(store, number, spec.digest))
+    cache = Cache(store, spec, ledger.manifest(number))
     if not cache.manifest.complete:
         warnings.warn(incomplete_message(cache), IncompleteCacheWarning, stacklevel=2)
     return cache
@@ -58,14 +52,6 @@ def incomplete_message(cache: Cache) -> str:
         f"{cache.url} manifest {m.number} is incomplete: {m.shards_committed} of {m.shards_planned} planned shards are in it "
         f"({m.shards_quarantined} in quarantine); re-run its job for the rest."
     )
-
-
-def load_spec(store: Store) -> CacheSpec:
-    """The identity of the cache at a store's root; NotACache where there is none."""
-    try:
-        return read_sealed(store, CacheSpec, layout.SPEC)
-    except MissingObject as error:
-        raise NotACache(f"{store.url} is not a teacher cache: it has no {layout.SPEC}; check the URL.") from error
 
 
 class Cache:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from teachercache.errors import CorruptFile
-from teachercache.parquet.datafile import FileEntry, download
+from teachercache.format.objects import FileEntry
 from teachercache.store.store import Store
 
 STALE_SECONDS = 3600.0  # a download that was killed stops holding room
@@ -86,7 +86,7 @@ class DiskCache:
 
     def _download(self, store: Store, entry: FileEntry, temp: Path) -> None:
         with temp.open("r+b") as out:
-            digest = download(store, entry, out)
+            digest = store.download(entry.path, entry.size, out)
             out.flush()
             os.fsync(out.fileno())  # else a power cut may keep the name and lose the bytes
         if digest != entry.sha256:

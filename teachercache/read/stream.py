@@ -28,12 +28,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from teachercache.errors import CorruptFile, UsageError
+from teachercache.format.objects import ManifestFile
 from teachercache.format.record import Record
 from teachercache.parquet.codecs import Block
 from teachercache.parquet.datafile import DataFile, check_columns
 from teachercache.read.cache import Cache
 from teachercache.read.disk_cache import DiskCache
-from teachercache.write.publish import ManifestFile
 
 STATE_VERSION = 1
 FOOTERS = 256  # kept in memory; a footer is some tens of KB

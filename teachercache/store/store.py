@@ -13,61 +13,46 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
 import pyarrow as pa
 
 from teachercache.errors import (
+    Exists,
     MissingObject,
     StoreDenied,
     StoreUnavailable,
     StoreUnsafe,
-    TeacherCacheError,
     UsageError,
 )
 from teachercache.format import layout
+from teachercache.format.sealed import MAX_JSON_BYTES
+from teachercache.store.failures import classify, explain
 
+_NO_LINKS_ERRNO = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 T = TypeVar("T")
 TRIES = 5
 BLOCK = 2**22
-MAX_JSON_BYTES = 2**29  # a manifest of a million files is about 400 MB; beyond that something is wrong
+DOWNLOAD_BYTES = 2**23
 _LOCAL_TEMP = ".tmp-"
+_SECRET_IN_QUERY = re.compile(r"[?&][^=&]*(key|secret|token|signature|credential|password|sig)[^=&]*=", re.IGNORECASE)
+_NO_CREDENTIALS = (
+    "a URL names a place and holds no credentials; expected for example s3://bucket/prefix without '?', '@' or ':', and "
+    "credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile."
+)
 _MEMORY_LOCK = threading.Lock()
-
-_EXISTS_CODES = {"PreconditionFailed", "412"}
-_DENIED_CODES = {
-    "AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
-    "AllAccessDisabled", "AccountProblem", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed", "InvalidSecurity",
-    "400",  # of a HEAD, which has no body to say so: an expired token, or keys of another region
-}  # fmt: skip
-_TRANSIENT_CODES = {
-    "409", "ConditionalRequestConflict", "OperationAborted", "500", "InternalError", "502", "503", "ServiceUnavailable",
-    "SlowDown", "504", "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429", "NoSuchUpload",
-    "IncompleteBody",
-}  # fmt: skip
-_TRANSIENT_ERRNO = {errno.EBUSY, errno.EREMOTEIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE}
-_NO_LINKS_ERRNO = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-
-
-class Exists(TeacherCacheError):
-    """An object with other content already has this name. Not a failure by itself: the first writer wins."""
-
-    code = "TC-E110"
-
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path} exists already, with other content")
-        self.path = path
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +60,23 @@ class ObjectInfo:
     path: str  # relative to the store's root
     size: int  # bytes
     modified: datetime  # by the server's clock, UTC
+
+
+def refuse_credentials(url: str) -> None:
+    """Raise UsageError for a URL that holds credentials (user:secret@host, a token in the query), without naming it.
+
+    Every message and log quotes URLs. Use it as a validator of every configuration key that holds one: what it raises
+    passes through pydantic unchanged, so that the value is not repeated.
+    """
+    if "://" not in url:
+        return
+    scheme, rest = url.split("://", 1)
+    host = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    # A secret may hold a slash, which ends the host early: "key:sec/ret@bucket".
+    port = host.rsplit(":", 1)[-1] if ":" in host and not host.startswith("arn:") else ""
+    in_host = "@" in host or (bool(port) and (scheme in ("s3", "s3a") or not port.isdigit()))
+    if in_host or _SECRET_IN_QUERY.search(rest):
+        raise UsageError(_NO_CREDENTIALS)
 
 
 class Store:
@@ -95,15 +97,13 @@ class Store:
     def open(cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
         """A store rooted at `url`. Touches nothing yet."""
         url = os.fspath(url)
+        refuse_credentials(url)
         options: dict[str, Any] = dict(storage_options or {})
         scheme = urlsplit(url).scheme if "://" in url else "file"
         if scheme in ("s3", "s3a"):
             bucket = urlsplit(url).netloc
-            if "?" in url or "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
-                raise UsageError(  # without the URL: keys in it would stand in every message
-                    "an S3 URL holds a bucket and a prefix and nothing else; expected s3://bucket/prefix without '?', '@' "
-                    "or ':', and credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile."
-                )
+            if "?" in url:
+                raise UsageError(_NO_CREDENTIALS)
             if not bucket:
                 raise UsageError(f"{url!r} names no bucket; expected s3://bucket/prefix.")
             options["use_listings_cache"] = False  # whatever was asked for: another process's commits would stay hidden
@@ -153,9 +153,9 @@ class Store:
                 self._put_new(path, data)
                 return
             except Exception as error:
-                kind = _classify(error)
+                kind = classify(error)
                 if kind not in ("exists", "transient"):
-                    raise self._explain(error, path) from error
+                    raise self._explained(error, path) from error
                 last = error
             found = self._compare(path, data)
             if found == "ours":
@@ -166,6 +166,13 @@ class Store:
         raise StoreUnavailable(
             f"{self.url}/{path} could not be created in {TRIES} tries; the store keeps failing."
         ) from last
+
+    def replace(self, path: str, data: bytes | Path) -> None:
+        """Write an object whole, whatever is there; for what one process owns (a run's index and logs), never for races.
+
+        `data` is the content, or a local file of any size. On a local disk the file is synced and renamed into place.
+        """
+        self._retry(path, lambda: self._put(self._full(path), data))
 
     def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         """The whole object, refused above `max_bytes` before anything is allocated."""
@@ -181,6 +188,16 @@ class Store:
         return self._retry(
             path, lambda: _whole(self.fs.cat_file(self._full(path), start=start, end=stop), stop - start)
         )
+
+    def download(self, path: str, size: int, out: BinaryIO | None = None) -> str:
+        """Copy the first `size` bytes of an object into `out` by range requests of 8 MiB; returns their sha256 hex."""
+        digest = hashlib.sha256()
+        for start in range(0, size, DOWNLOAD_BYTES):
+            data = self.read_range(path, start, min(start + DOWNLOAD_BYTES, size))
+            digest.update(data)
+            if out is not None:
+                out.write(data)
+        return digest.hexdigest()
 
     def head(self, path: str) -> ObjectInfo:
         """Size and time of an object; MissingObject where there is none."""
@@ -224,7 +241,7 @@ class Store:
             try:
                 return pa.memory_map(self._full(path))
             except (OSError, pa.ArrowException) as error:
-                raise self._explain(error, path) from error
+                raise self._explained(error, path) from error
         return pa.PythonFile(_RangeFile(self, path, self.head(path).size if size is None else size), mode="r")
 
     def delete(self, path: str) -> None:
@@ -274,11 +291,11 @@ class Store:
                     self._put_new(path, data)
                     return True
                 except Exception as error:
-                    kind = _classify(error)
+                    kind = classify(error)
                     if kind == "exists":
                         return self._compare(path, data) == "ours"
                     if kind != "transient":
-                        raise self._explain(error, path) from error
+                        raise self._explained(error, path) from error
                     self._sleep(0.1 * 2**attempt)
             raise StoreUnavailable(f"{self.url} does not answer a conditional create; try again later.")
 
@@ -311,18 +328,21 @@ class Store:
         else:
             self.fs.put_file(str(data), full, mode="create")
 
+    def _put(self, full: str, data: bytes | Path) -> None:
+        if self.is_local:
+            with _synced(Path(full), data) as temp:
+                temp.replace(full)
+                _sync_folder(Path(full).parent)
+        elif isinstance(data, bytes):
+            self.fs.pipe_file(full, data)
+        else:
+            self.fs.put_file(str(data), full)
+
     @staticmethod
     def _link_new(full: str, data: bytes | Path) -> None:
-        """Write a temporary file beside, sync it, and link it to its name: atomic, and fails where the name is taken."""
+        """Link a synced temporary file to its name: atomic, and fails where the name is taken."""
         target = Path(full)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temp = target.with_name(f"{_LOCAL_TEMP}{uuid.uuid4().hex}")
-        try:
-            with temp.open("xb") as out:
-                for block in [data] if isinstance(data, bytes) else _blocks(data):
-                    out.write(block)
-                out.flush()
-                os.fsync(out.fileno())
+        with _synced(target, data) as temp:
             try:
                 os.link(temp, target)
             except OSError as error:
@@ -332,8 +352,6 @@ class Store:
                     f"the file system of {target.parent} has no hard links ({error.strerror}), which create a file whole "
                     "and never twice; use another disk, or s3:// instead of a bucket that is mounted as a folder."
                 ) from error
-        finally:
-            temp.unlink(missing_ok=True)
 
     def _compare(self, path: str, data: bytes | Path) -> str:
         """What stands at `path`: 'ours' (equal bytes), 'other', or 'absent'."""
@@ -343,13 +361,7 @@ class Store:
                 return "other"
             if isinstance(data, bytes):
                 return "ours" if self.read(path, max_bytes=size) == data else "other"
-            theirs = hashlib.sha256()
-            for start in range(0, size, BLOCK):
-                theirs.update(self.read_range(path, start, min(start + BLOCK, size)))
-            ours = hashlib.sha256()
-            for block in _blocks(data):
-                ours.update(block)
-            return "ours" if ours.digest() == theirs.digest() else "other"
+            return "ours" if sha256_file(data) == self.download(path, size) else "other"
         except MissingObject:
             return "absent"
 
@@ -358,47 +370,13 @@ class Store:
             try:
                 return operation()
             except Exception as error:
-                if _classify(error) != "transient" or attempt == TRIES - 1:
-                    raise self._explain(error, path) from error
+                if classify(error) != "transient" or attempt == TRIES - 1:
+                    raise self._explained(error, path) from error
                 self._sleep(min(0.1 * 2**attempt, 3.0))
         raise AssertionError("unreachable")
 
-    def _explain(self, error: Exception, path: str) -> Exception:
-        """The user's error for a file system's one. Server messages stay in __cause__: they may quote the request."""
-        if isinstance(error, TeacherCacheError):
-            return error
-        kind, code = _classify(error), _error_code(error) or type(error).__name__
-        if code == "NoSuchBucket":
-            return UsageError(
-                f"the bucket s3://{self.root.split('/', 1)[0]} does not exist; create it or correct the URL."
-            )
-        if kind == "missing":
-            return MissingObject(f"{self.url}/{path} does not exist.")
-        if kind == "denied" and self.is_local:
-            return StoreDenied(f"{self.url}/{path}: permission denied; check the rights of this user on the folder.")
-        if kind == "denied":
-            return StoreDenied(
-                f"{self.url} refused access ({code}); check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or "
-                "the profile) and their rights on this URL."
-            )
-        if kind == "transient":
-            endpoint = (
-                os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "the default endpoint"
-            )
-            where = "" if self.is_local or self._is_memory else f" at {_without_userinfo(endpoint)}"
-            return StoreUnavailable(
-                f"{self.url}{where} does not answer ({code}); check the endpoint, or try again later."
-            )
-        if isinstance(error, OSError):
-            return StoreUnavailable(f"{self.url}/{path}: {error.strerror or code}.")
-        if type(error).__module__.startswith("botocore.") or str(error).startswith("Invalid endpoint"):
-            # Raised before any request: a profile, region, bucket's name or endpoint.
-            said = " ".join(str(error).split())[:200]
-            return UsageError(
-                f"{self.url} cannot be reached with these settings ({type(error).__name__}: {said}); check AWS_PROFILE, "
-                "AWS_ENDPOINT_URL (http://host:port) and the bucket's name."
-            )
-        return error
+    def _explained(self, error: Exception, path: str) -> Exception:
+        return explain(error, self.url, path, local=self.is_local or self._is_memory)
 
 
 class _RangeFile(io.RawIOBase):
@@ -434,6 +412,31 @@ class _RangeFile(io.RawIOBase):
         return data
 
 
+@contextmanager
+def _synced(target: Path, data: bytes | Path) -> Iterator[Path]:
+    """A temporary file next to `target` with the data, synced; removed afterwards unless it was renamed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temp = target.with_name(f"{_LOCAL_TEMP}{uuid.uuid4().hex}")
+    try:
+        with temp.open("xb") as out:
+            for block in [data] if isinstance(data, bytes) else _blocks(data):
+                out.write(block)
+            out.flush()
+            os.fsync(out.fileno())
+        yield temp
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _is_object(name: str) -> bool:
     """Whether the last part of a path is not a folder marker (empty) or a file that is still being written."""
     return bool(name) and not name.startswith(_LOCAL_TEMP)
@@ -443,6 +446,14 @@ def _whole(data: bytes, expected: int) -> bytes:
     if len(data) != expected:
         raise ConnectionError(f"received {len(data)} of {expected} bytes")
     return bytes(data)
+
+
+def sha256_file(path: Path) -> str:
+    """Return the sha256 hex of a local file's content; about 1.5 GB/s."""
+    digest = hashlib.sha256()
+    for block in _blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _blocks(path: Path) -> Iterable[bytes]:
@@ -456,50 +467,3 @@ def _modified(info: Mapping[str, Any]) -> datetime:
     if isinstance(value, datetime):
         return value if value.tzinfo else value.replace(tzinfo=timezone.utc)
     return datetime.fromtimestamp(float(value or 0.0), tz=timezone.utc)
-
-
-def _without_userinfo(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="").geturl()
-
-
-def _error_code(error: BaseException | None) -> str | None:
-    """The S3 error code of a botocore error, or of the one that s3fs translated."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            code = response.get("Error", {}).get("Code")
-            return None if code is None else str(code)
-        error = error.__cause__
-    return None
-
-
-def _classify(error: Exception) -> str:
-    """'exists', 'missing', 'denied', 'transient' or 'other'."""
-    code = _error_code(error)
-    if isinstance(error, FileExistsError) or code in _EXISTS_CODES:
-        return "exists"
-    if code in _TRANSIENT_CODES:
-        return "transient"
-    if isinstance(error, (FileNotFoundError, MissingObject)):
-        return "missing"
-    name = type(error).__name__
-    if isinstance(error, PermissionError) or code in _DENIED_CODES or name in _DENIED_NAMES:
-        return "denied"
-    if name in _TRANSIENT_NAMES or isinstance(error, (TimeoutError, ConnectionError)):
-        return "transient"
-    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
-        return "transient"
-    return "other"
-
-
-# By name: botocore, aiohttp and aiobotocore each have their own classes, and none of them is imported for file://.
-_TRANSIENT_NAMES = {
-    "EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "IncompleteReadError",
-    "ResponseStreamingError", "HTTPClientError", "ClientPayloadError", "ServerDisconnectedError", "ClientOSError",
-    "FSTimeoutError", "IncompleteRead", "ClientConnectorError", "ProxyConnectionError", "SSLError",
-}  # fmt: skip
-_DENIED_NAMES = {
-    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "NoAuthTokenError", "SSOTokenLoadError",
-    "UnauthorizedSSOTokenError", "TokenRetrievalError",
-}  # fmt: skip

@@ -3,7 +3,7 @@
 Kept is every file that a retained manifest names, and every file of a commit that is not replaced. What is left are
 orphans (uploads whose attempt died or lost), removed when older than the grace period by the *server's* clock, and
 files of replaced shards that no retained manifest names. A commit that came more than half the grace period after its
-upload is void (`manifest.is_void`), so an orphan that old never becomes part of the cache, however long its writer slept.
+upload is void (`liveness.is_void`), so an orphan that old never becomes part of the cache, however long its writer slept.
 
 Listing order matters: data first, commits and manifests after. A commit that appears in between then protects its files.
 """
@@ -16,17 +16,12 @@ from datetime import timedelta
 
 from teachercache.errors import MissingObject, UsageError
 from teachercache.format import layout
-from teachercache.format.sealed import read_sealed
+from teachercache.format.objects import Commit
 from teachercache.format.spec import CacheSpec
+from teachercache.store.ledger import Ledger, read_sealed
+from teachercache.store.liveness import is_dead, is_void
 from teachercache.store.store import ObjectInfo, Store
-from teachercache.write.attempt import GRACE_SECONDS, Commit
-from teachercache.write.publish import (
-    Manifest,
-    is_void,
-    list_commits,
-    load_manifest,
-    manifest_numbers,
-)
+from teachercache.write.attempt import GRACE_SECONDS
 
 MIN_GRACE_SECONDS = 60.0
 
@@ -79,16 +74,17 @@ def collect(
     data = [o for o in store.list(layout.DATA) if layout.is_data_path(o.path)]  # strangers' objects stay
     limit = store.now() - timedelta(seconds=grace_seconds)
 
-    numbers = manifest_numbers(store)
+    ledger = Ledger(store, spec)
+    numbers = ledger.manifest_numbers()
     retained = numbers if keep_manifests is None else numbers[-keep_manifests:]
-    manifests = [load_manifest(store, n, spec.digest) for n in retained]
+    manifests = [ledger.manifest(n) for n in retained]
     newest = manifests[-1] if manifests else None
     named = {entry.path for manifest in manifests for entry in manifest.files}
     objects = {o.path: o for o in data}
     commits: list[Commit] = []
     void: list[ObjectInfo] = []
     dead: set[str] = set()
-    for commit, info in list_commits(store):
+    for commit, info in ledger.dated_commits():
         if newest is not None and is_dead(commit, newest):  # its files may be gone, its shard is done all the same
             dead.add(commit.shard_id)
         elif is_void(commit, info.modified, objects, named, grace_seconds) or _lost_a_file(
@@ -138,13 +134,6 @@ def _claimed(
 def _lost_a_file(store: Store, commit: Commit, data: dict[str, ObjectInfo], settled: set[str]) -> bool:
     """Whether an unpublished commit names a file that is gone: no listing is trusted with that."""
     return any(e.path not in data and e.path not in settled and not store.exists(e.path) for e in commit.files)
-
-
-def is_dead(commit: Commit, newest: Manifest) -> bool:
-    """Whether a published manifest has settled that a commit's files are no part of the cache, now or later."""
-    if commit.shard_id in newest.replaced:
-        return True
-    return any(newest.replaced.get(old, commit.shard_id) != commit.shard_id for old in commit.replaces)
 
 
 def _delete(store: Store, objects: Iterable[ObjectInfo]) -> None:

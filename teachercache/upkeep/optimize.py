@@ -15,17 +15,12 @@ from dataclasses import dataclass
 
 from teachercache.errors import StoreUnavailable, UsageError
 from teachercache.format import layout
+from teachercache.format.objects import Manifest, ManifestFile
 from teachercache.format.record import Record
 from teachercache.format.spec import json_digest
 from teachercache.parquet.codecs import get_codec
 from teachercache.read.cache import Cache
-from teachercache.write.attempt import Commit, ShardAttempt
-from teachercache.write.publish import (
-    Manifest,
-    ManifestFile,
-    newest_manifest,
-    read_many,
-)
+from teachercache.write.attempt import ShardAttempt
 from teachercache.write.writer import CacheWriter
 
 TARGET_BYTES = 256 * 2**20
@@ -77,7 +72,7 @@ def optimize(
     if codec is not None:
         get_codec(codec, writer.spec.top_k, writer.spec.tokenizer.vocab_size)
     gone = set(without)
-    newest = newest_manifest(writer.store, writer.spec.digest)
+    newest = writer.ledger.newest_manifest()
     partial = allow_partial or (newest is not None and not newest.complete)
     repeated = allow_repeated_content or (newest is not None and newest.repeated_content > 0)
     before = after = writer.publish(allow_partial=partial, allow_repeated_content=repeated)
@@ -134,7 +129,7 @@ def _fingerprint(doc_id: str) -> str:
 
 def _refuse_unknown(writer: CacheWriter, missing: set[str], asked: int) -> None:
     """Raise UsageError for a doc_id that never was in the cache; one that an earlier call took out is done already."""
-    done = {mark for c in writer.commits() for mark in c.provenance.get("optimize", {}).get("without", [])}
+    done = {mark for c in writer.ledger.commits() for mark in c.provenance.get("optimize", {}).get("without", [])}
     if unknown := {name for name in missing if _fingerprint(name) not in done}:
         raise UsageError(
             f"{writer.url} holds no document {min(unknown)!r} ({len(unknown)} of {asked} are not in it); nothing was done."
@@ -143,7 +138,7 @@ def _refuse_unknown(writer: CacheWriter, missing: set[str], asked: int) -> None:
 
 def _count_removed(writer: CacheWriter, shard_ids: Sequence[str]) -> int:
     """Records that these commits left out, also where an interrupted call had written them."""
-    return sum(c.drops.get("removed", 0) for c in read_many(writer.store, Commit, map(layout.commit_path, shard_ids)))
+    return sum(c.drops.get("removed", 0) for c in writer.ledger.commits_of(shard_ids))
 
 
 def _plan(files: Sequence[ManifestFile], codec: str | None, target: int, affected: set[str]) -> list[Bin]:

@@ -20,22 +20,14 @@ from teachercache.errors import (
     TeacherCacheError,
 )
 from teachercache.format import layout
-from teachercache.format.objects import Plan
+from teachercache.format.objects import Commit, Manifest, ManifestFile, Plan
 from teachercache.format.record import check_record, content_key
-from teachercache.format.sealed import read_sealed
 from teachercache.format.spec import CacheSpec
-from teachercache.parquet.datafile import DataFile, download
+from teachercache.parquet.datafile import DataFile
 from teachercache.read.tokenizer import check_tokenizer
+from teachercache.store.ledger import Ledger, read_sealed
+from teachercache.store.liveness import live_commits, resolve_replacements
 from teachercache.store.store import Store
-from teachercache.write.attempt import Commit
-from teachercache.write.publish import (
-    Manifest,
-    ManifestFile,
-    check_commit,
-    live_commits,
-    newest_manifest,
-    resolve_replacements,
-)
 from teachercache.write.uniqueness import check_unique
 
 PROBLEMS_PER_FILE = 20
@@ -93,7 +85,7 @@ def verify(
     """
     found = Verification()
     with found.collecting(layout.MANIFESTS):
-        manifest = manifest or newest_manifest(store, spec.digest)
+        manifest = manifest or Ledger(store, spec).newest_manifest()
     commits = _commits(store, spec, found)
     found.manifest = manifest.number if manifest else None
     files = _files(manifest, commits, found)
@@ -144,7 +136,7 @@ def _checked_commit(store: Store, spec: CacheSpec, path: str) -> Commit:
     commit = read_sealed(store, Commit, path)
     if layout.commit_path(commit.shard_id) != path:
         raise MissingObject(f"{path} is the commit of shard {commit.shard_id}: objects were moved.")
-    check_commit(commit, spec.digest)
+    commit.check(spec.digest)
     for name in ("records", "documents", "tokens", "rows"):
         total = sum(getattr(entry, name) for entry in commit.files)
         if getattr(commit, name) != total:
@@ -188,7 +180,7 @@ def _check_file(store: Store, spec: CacheSpec, entry: ManifestFile, *, whole: bo
 
 def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Path, found: Verification) -> None:
     with copy.open("wb") as out:
-        digest = download(store, entry, out)
+        digest = store.download(entry.path, entry.size, out)
     found.files_read, found.bytes_read = 1, entry.size
     if digest != entry.sha256:
         found.problems.append(

@@ -12,12 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from teachercache.errors import UsageError
+from teachercache.format.objects import MAX_FILE_BYTES, ManifestFile
 from teachercache.parquet.codecs import get_codec
-from teachercache.parquet.datafile import MAX_FILE_BYTES
 from teachercache.read.cache import Cache
 from teachercache.read.tokenizer import download_tokenizer
 from teachercache.views.show import summary
-from teachercache.write.publish import ManifestFile
 
 TARGET_BYTES = 500 * 2**20
 THREADS = 16  # footers read at the same time

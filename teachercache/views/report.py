@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from teachercache.format.objects import ManifestFile
 from teachercache.read.cache import Cache, incomplete_message
+from teachercache.store.ledger import Ledger
 from teachercache.views.show import summary
-from teachercache.write.publish import ManifestFile, read_commits
 
 Floats = npt.NDArray[np.float64]
 SAMPLE_FILES = 64
@@ -175,7 +176,7 @@ def _drops(data: dict[str, Any]) -> str:
 def _throughput(cache: Cache) -> str:
     """Rows a second of each committed shard, by engine and device, from the provenance."""
     rates: dict[str, list[float]] = defaultdict(list)
-    for commit in read_commits(cache.store):
+    for commit in Ledger(cache.store).commits():
         seconds = commit.provenance.get("shard_seconds")
         if isinstance(seconds, (int, float)) and seconds > 0 and commit.rows:
             rates[f"{commit.provenance.get('engine', '?')} on {commit.provenance.get('device', '?')}"].append(

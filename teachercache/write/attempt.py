@@ -14,44 +14,27 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from teachercache.errors import CommitConflict, CorruptFile, StaleAttempt
+from teachercache.errors import CommitConflict, CorruptFile, Exists, StaleAttempt
 from teachercache.format import layout
+from teachercache.format.objects import Commit, FileEntry
 from teachercache.format.record import Record, content_key
-from teachercache.format.sealed import read_sealed, seal, utc_now
-from teachercache.format.spec import CacheSpec, Strict
-from teachercache.parquet.datafile import FileBuilder, FileEntry
-from teachercache.store.store import Exists, Store
+from teachercache.format.sealed import seal, utc_now
+from teachercache.format.spec import CacheSpec
+from teachercache.parquet.datafile import FileBuilder
+from teachercache.store.ledger import read_sealed
+from teachercache.store.store import Store
 
 GRACE_SECONDS = 7 * 24 * 3600.0  # the collector's default; an attempt gives up after half of it
 
 
-class Commit(Strict):
-    """`commits/<shard>.json`: the only thing that makes a shard's files part of the cache."""
-
-    format_version: Literal[1] = 1
-    shard_id: str
-    attempt: str = Field(pattern=r"^[0-9a-f]{32}$")
-    spec_digest: str
-    files: list[FileEntry]
-    records: int
-    documents: int
-    tokens: int
-    rows: int
-    drops: dict[str, int] = Field(default_factory=dict)
-    replaces: list[str] = Field(default_factory=list)
-    provenance: dict[str, Any] = Field(default_factory=dict)
-    created: str
-
-
-class CommitResult(Strict):
+@dataclass(frozen=True, slots=True)
+class CommitResult:
     """What became of an attempt. `won` is False where another attempt committed the shard first: not an error."""
 
-    committed: bool
     won: bool
     records: int
     documents: int
@@ -194,7 +177,7 @@ class ShardAttempt:
         if won:
             self._refuse_if_stale()  # suspended between the check and the request: publishers judge this commit void too
         return CommitResult(
-            committed=True, won=won, records=commit.records, documents=commit.documents, tokens=commit.tokens,
+            won=won, records=commit.records, documents=commit.documents, tokens=commit.tokens,
             rows=commit.rows, bytes=sum(e.size for e in self.entries), files=self.entries,
         )  # fmt: skip
 

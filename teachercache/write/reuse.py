@@ -12,17 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from teachercache.errors import MissingObject
+from teachercache.format.objects import FileEntry
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec
 from teachercache.parquet.codecs import Block
-from teachercache.parquet.datafile import DataFile, FileEntry
+from teachercache.parquet.datafile import DataFile
+from teachercache.store.ledger import Ledger
+from teachercache.store.liveness import live_commits, resolve_replacements
 from teachercache.store.store import Store
-from teachercache.write.publish import (
-    live_commits,
-    newest_manifest,
-    read_commits,
-    resolve_replacements,
-)
 
 THREADS = 8
 BLOCKS = 4  # row groups kept decoded: documents of one input tend to lie together
@@ -33,8 +30,8 @@ class ReuseIndex:
 
     def __init__(self, store: Store, spec: CacheSpec) -> None:
         self._store, self._spec = store, spec
-        commits = read_commits(store)
-        newest = newest_manifest(store, spec.digest)
+        ledger = Ledger(store, spec)
+        commits, newest = ledger.commits(), ledger.newest_manifest()
         live = live_commits(commits, resolve_replacements(commits, newest.replaced if newest else {}))
         self._files: list[FileEntry] = [entry for commit in live for entry in commit.files]
         with ThreadPoolExecutor(THREADS) as pool:

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from teachercache.errors import DuplicateDocument, RepeatedContent
+from teachercache.format.objects import FileEntry
 from teachercache.format.spec import CacheSpec
-from teachercache.parquet.datafile import DataFile, FileEntry
+from teachercache.parquet.datafile import DataFile
 from teachercache.store.store import Store
 
 THREADS = 8

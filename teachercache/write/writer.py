@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from teachercache.errors import CommitConflict, MissingObject, SpecMismatch
+from teachercache.errors import CommitConflict, Exists, NotACache, SpecMismatch
 from teachercache.format import layout
-from teachercache.format.objects import Plan, Quarantine
+from teachercache.format.objects import Manifest, Plan, Quarantine
 from teachercache.format.record import Record
-from teachercache.format.sealed import read_sealed, seal, utc_now
+from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import CacheSpec
-from teachercache.read.tokenizer import upload_tokenizer
-from teachercache.store.store import Exists, Store
-from teachercache.write.attempt import (
-    GRACE_SECONDS,
-    Commit,
-    CommitResult,
-    ShardAttempt,
-)
-from teachercache.write.publish import (
-    Manifest,
-    publish,
-    read_commits,
-    read_plans,
-    read_quarantines,
-)
+from teachercache.store.ledger import Ledger
+from teachercache.store.store import Store
+from teachercache.write.attempt import GRACE_SECONDS, CommitResult, ShardAttempt
+from teachercache.write.publish import publish
 from teachercache.write.reuse import ReuseIndex
+from teachercache.write.tokenizer import upload_tokenizer
 
 
 def create(
@@ -58,7 +48,7 @@ def create(
         try:
             store.create(layout.SPEC, seal(spec))
         except Exists:
-            theirs = read_sealed(store, CacheSpec, layout.SPEC)
+            theirs = Ledger(store).spec()
             if theirs != spec:
                 raise SpecMismatch(store.url, spec.differences(theirs)) from None
     if tokenizer_files is not None:
@@ -68,8 +58,8 @@ def create(
 
 def _read_spec(store: Store) -> CacheSpec | None:
     try:
-        return read_sealed(store, CacheSpec, layout.SPEC)
-    except MissingObject:
+        return Ledger(store).spec()
+    except NotACache:
         return None
 
 
@@ -81,6 +71,7 @@ class CacheWriter:
     ) -> None:
         self.store = store
         self.spec = spec
+        self.ledger = Ledger(store, spec)
         self.codec = codec
         self.grace_seconds = grace_seconds
 
@@ -98,16 +89,9 @@ class CacheWriter:
             self.store.create(layout.plan_path(plan.digest), seal(plan))
         return plan.digest
 
-    def plans(self) -> dict[str, Plan]:
-        return read_plans(self.store)
-
     def committed(self) -> set[str]:
-        """Ids of the shards that have a commit: one listing, nothing is read."""
-        names = (o.path for o in self.store.list(layout.COMMITS))
-        return {n.removeprefix(layout.COMMITS).removesuffix(".json") for n in names if n.endswith(".json")}
-
-    def commits(self) -> Iterator[Commit]:
-        yield from read_commits(self.store)
+        """Return the ids of the shards that have a commit: one listing, nothing is read."""
+        return self.ledger.committed()
 
     def new_attempt(self, shard_id: str, folder: Path | None = None) -> ShardAttempt:
         """One execution of a shard; its files are built below `folder` (TMPDIR by default)."""
@@ -150,7 +134,7 @@ class CacheWriter:
     def quarantined(self) -> dict[str, Quarantine]:
         """The last quarantine of every shard that has one and no commit."""
         committed = self.committed()
-        return {shard: entry for shard, entry in read_quarantines(self.store).items() if shard not in committed}
+        return {shard: entry for shard, entry in self.ledger.quarantines().items() if shard not in committed}
 
     def reuse_index(self) -> ReuseIndex:
         """content_key -> the committed record with those rows; see `teachercache.write.reuse`."""

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import teachercache.write.publish as manifest_module
 from teachercache.errors import MissingObject, TeacherCacheError
 from teachercache.format import layout
-from teachercache.format.objects import Plan, PlanShard
+from teachercache.format.objects import Commit, Manifest, Plan, PlanShard
 from teachercache.format.sealed import seal, unseal
 from teachercache.parquet.datafile import DataFile
+from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.gc import collect
-from teachercache.write.attempt import Commit, ShardAttempt
-from teachercache.write.publish import Manifest, publish
+from teachercache.write.attempt import ShardAttempt
+from teachercache.write.publish import publish
 from teachercache.write.writer import CacheWriter
 from tests.teachercache.faultfs import FAULTS, Actor, Crash, FaultFS, InlinePool, Scheduler, explore
 
@@ -37,7 +37,7 @@ TOTAL = Counter()
 
 @pytest.fixture(autouse=True)
 def without_threads(monkeypatch):
-    for module in ("manifest", "uniqueness"):
+    for module in ("store.ledger", "write.uniqueness"):
         monkeypatch.setattr(f"teachercache.{module}.ThreadPoolExecutor", InlinePool)
     monkeypatch.setattr("teachercache.parquet.datafile.PRE_BUFFER", False)
 
@@ -425,19 +425,19 @@ def test_overwrite_instead_of_create_is_found_out():
 
 def test_a_publisher_that_saw_the_commits_before_the_newest_manifest_cannot_shrink_the_cache(monkeypatch):
     """The wrong order of two listings, or a listing from a cache: the publisher notices that a shard is missing."""
-    real, refused = manifest_module.publish, []
+    refused = []
 
     def reversed_publish(world: World) -> None:
-        seen = manifest_module.list_commits(world.store())
+        seen = honest(Ledger(world.store(), SPEC))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(manifest_module, "list_commits", lambda store: seen if store is mine else honest(store))
+            patch.setattr(Ledger, "dated_commits", lambda self: seen if self.store is mine else honest(self))
             mine = world.store()
             try:
-                real(mine, SPEC)
+                publish(mine, SPEC)
             except MissingObject as error:
                 refused.append(str(error))
 
-    honest = manifest_module.list_commits
+    honest = Ledger.dated_commits
 
     def make() -> tuple[World, list[Actor]]:
         world = World()
@@ -445,7 +445,7 @@ def test_a_publisher_that_saw_the_commits_before_the_newest_manifest_cannot_shri
 
         def other() -> None:
             world.commit(world, "s1")
-            real(world.store(), SPEC)
+            publish(world.store(), SPEC)
 
         return world, [Actor("reversed", lambda: reversed_publish(world)), Actor("honest", other)]
 

@@ -11,18 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import teachercache
-from teachercache.errors import MissingObject, StoreUnavailable
-from teachercache.store.store import Exists, Store
+from teachercache.errors import Exists, MissingObject, StoreUnavailable
+from teachercache.store.ledger import Ledger
+from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.verify import verify
-from teachercache.write.publish import load_manifest, manifest_numbers
 
 SPEC = synthetic_spec()
 
 # A process that commits its shards in its own order and publishes after each. argv: url, order.
 COMMITTER = """
 import json, sys, teachercache
-from teachercache.synthetic import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records, synthetic_spec
 url, order = sys.argv[1], json.loads(sys.argv[2])
 spec = synthetic_spec()
 writer = teachercache.create(url, spec, probe=False)
@@ -49,9 +49,10 @@ def test_two_processes_racing_on_one_cache_lose_nothing_and_never_shrink_it(any_
     assert won == 6, "each shard is committed exactly once"
 
     store = Store.open(url)
-    numbers = manifest_numbers(store)
+    ledger = Ledger(store, SPEC)
+    numbers = ledger.manifest_numbers()
     assert numbers == list(range(1, len(numbers) + 1))
-    held = [{f.path for f in load_manifest(store, n, SPEC.digest).files} for n in numbers]
+    held = [{f.path for f in ledger.manifest(n).files} for n in numbers]
     assert all(earlier < later for earlier, later in itertools.pairwise(held)), "each manifest is a strict superset"
     assert len(held[-1]) == 6
     found = verify(store, SPEC)
@@ -62,9 +63,9 @@ def test_two_processes_racing_on_one_cache_lose_nothing_and_never_shrink_it(any_
 # A process that optimises and collects, again and again. argv: url.
 KEEPER = """
 import sys, teachercache
-from teachercache.gc import collect
-from teachercache.optimize import optimize
-from teachercache.synthetic import synthetic_spec
+from teachercache.testing import synthetic_spec
+from teachercache.upkeep.gc import collect
+from teachercache.upkeep.optimize import optimize
 spec = synthetic_spec()
 writer = teachercache.create(sys.argv[1], spec, probe=False)
 for _ in range(3):
@@ -84,7 +85,7 @@ def test_one_process_appends_while_another_optimises_and_collects(any_s3_url):
     newest = teachercache.create(url, SPEC, probe=False).publish()
     documents = [r.doc_id for r in teachercache.open(url).records(columns={"doc_id"})]
     assert len(documents) == len(set(documents)) == 20
-    for number in manifest_numbers(store):
+    for number in Ledger(store).manifest_numbers():
         assert len(list(teachercache.open(url, number).records(columns={"doc_id"}))) <= 20, "older pins still read"
     assert verify(store, SPEC, newest).problems == []
 

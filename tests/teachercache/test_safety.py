@@ -21,10 +21,10 @@ from teachercache.errors import (
     UnsupportedFormat,
 )
 from teachercache.format import layout
+from teachercache.format.objects import Manifest
 from teachercache.format.sealed import seal, unseal
 from teachercache.format.spec import canonical_json
 from teachercache.testing import synthetic_records, synthetic_spec
-from teachercache.write.publish import Manifest
 
 SPEC = synthetic_spec()
 
@@ -101,7 +101,7 @@ def test_a_million_entries_of_one_file_are_refused(cache):
 
 
 def test_a_huge_manifest_is_refused_before_it_is_read(cache, monkeypatch):
-    monkeypatch.setattr("teachercache.store.store.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("teachercache.format.sealed.MAX_JSON_BYTES", 100)
     with pytest.raises(TeacherCacheError, match="above the limit"):
         teachercache.Store.open(cache).read(layout.manifest_path(1), max_bytes=100)
 

@@ -15,6 +15,7 @@ import teachercache
 from teachercache.errors import StoreUnavailable, UsageError
 from teachercache.read.disk_cache import DiskCache
 from teachercache.read.stream import RecordStream
+from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
@@ -192,10 +193,10 @@ def test_a_damaged_local_copy_is_replaced_by_the_object(cache, tmp_path, damage)
 
 
 def test_a_full_scratch_disk_costs_the_local_copy_and_not_the_run(cache, tmp_path, monkeypatch):
-    def full(store, entry, out):
+    def full(store, path, size, out):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("teachercache.read.disk_cache.download", full)
+    monkeypatch.setattr(Store, "download", full)
     plain = names(cache.stream(seed=3, repeat=False))
     with pytest.warns(UserWarning, match="No space left on device"):
         assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain

@@ -157,7 +157,7 @@ def test_refused_credentials_end_a_verification_instead_of_damning_every_file(tm
     def refused(*_):
         raise StoreDenied("the token expired")
 
-    monkeypatch.setattr("teachercache.upkeep.verify.download", refused)
+    monkeypatch.setattr(Store, "download", refused)
     with pytest.raises(StoreDenied):
         verify(cache.store, SPEC)
 

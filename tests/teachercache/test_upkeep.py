@@ -26,7 +26,6 @@ from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.verify import verify
 from teachercache.write.attempt import ShardAttempt
-from teachercache.write.publish import manifest_numbers
 
 SPEC = synthetic_spec()
 
@@ -129,7 +128,7 @@ def test_optimize_publishes_nothing_that_publish_would_refuse(tmp_path):
     writer.commit("h", [leak])
     with pytest.raises(RepeatedContent):
         optimize(writer)
-    assert manifest_numbers(writer.store) == [1]
+    assert writer.ledger.manifest_numbers() == [1]
     writer.publish(allow_repeated_content=True)
     assert optimize(writer, target_bytes=10**9).manifest.repeated_content == 2, "it was told before"
 
@@ -141,7 +140,7 @@ def test_optimize_of_a_complete_cache_does_not_publish_half_a_job(tmp_path):
     writer.commit("new-0", synthetic_records(SPEC, 2, prefix="new"))
     with pytest.raises(IncompleteCache, match="1 of 2 planned shards"):
         optimize(writer)
-    assert manifest_numbers(writer.store) == [1]
+    assert writer.ledger.manifest_numbers() == [1]
     assert not optimize(writer, allow_partial=True).manifest.complete
     assert not optimize(writer, target_bytes=1).manifest.complete, "it was told before"
 
@@ -276,7 +275,7 @@ def test_content_in_two_splits_is_counted_and_refused_unless_told(tmp_path):
     writer.commit("h", [leak])
     with pytest.raises(RepeatedContent, match="2 records hold content that stands in another split"):
         writer.publish()
-    assert manifest_numbers(writer.store) == [1]
+    assert writer.ledger.manifest_numbers() == [1]
     assert writer.publish(allow_repeated_content=True).repeated_content == 2
 
 
@@ -328,7 +327,7 @@ def test_any_mix_of_append_publish_optimize_and_gc_keeps_every_document_once(tmp
             counts = Counter(r.doc_id for r in teachercache.open(tmp_path).records(columns={"doc_id"}))
             assert set(counts) == expected
             assert set(counts.values()) <= {1}
-            for number in manifest_numbers(writer.store):
+            for number in writer.ledger.manifest_numbers():
                 list(teachercache.open(tmp_path, number).records(columns={"doc_id"}))
     if published:
         assert verify(writers[0].store, SPEC).problems == []

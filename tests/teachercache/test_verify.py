@@ -12,12 +12,11 @@ import pytest
 
 import teachercache
 from teachercache.format import layout
+from teachercache.format.objects import Commit, Manifest
 from teachercache.format.sealed import seal, unseal
 from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.verify import verify
-from teachercache.write.attempt import Commit
-from teachercache.write.publish import Manifest
 
 SPEC = synthetic_spec()
 
