@@ -7,9 +7,10 @@ export PYTHONDONTWRITEBYTECODE ?= 1
 
 .PHONY: help setup model demo test lint types unit soak bench clean
 help:
-	@echo "make demo   the whole mission once on this machine: teacher → Ray job → Parquet on S3 → student (README.md)"
-	@echo "make test   set-up, lint, types, unit and integration tests (what CI runs)"
-	@echo "make soak   the long chaos runs          make bench  the figures this machine can take → benchmarks/results/"
+	@echo "make demo   the whole path once on this machine: teacher → Ray job → Parquet on S3 → student"
+	@echo "make test   set-up, lint, types, unit and integration tests: what CI runs, in 15 minutes on two cores"
+	@echo "make unit   the fast tests only, in 90 seconds      make lint   ruff and the word list      make types  mypy"
+	@echo "make soak   the long chaos runs                     make bench  the figures that this machine can take"
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -32,7 +33,7 @@ test: lint types model
 	@$(RUN) -m pytest -n 2 --dist loadfile -m "not soak" --durations=15
 
 unit: setup
-	@$(RUN) -m pytest -m "not soak and not engine" -x -q
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not (soak or engine or slow or gpu)" -n 2 --dist loadfile -x -q
 
 soak: model
 	@$(RUN) benchmarks/soak.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -60,3 +61,18 @@ def test_the_wheel_carries_licence_version_and_commands(installed: Path) -> None
     entries = {(entry.group, entry.name): entry.value for entry in distribution.entry_points}
     assert entries.pop(("console_scripts", "teachercache")) == "teachercache.cli:main"
     assert entries == {("teachercache.commands", name): app for app, names in COMMANDS.items() for name in names}
+
+
+def test_every_copy_of_the_version_is_that_of_the_package() -> None:
+    """Images are tagged with it, and the citation names it."""
+    copies = {
+        path.name: set(re.findall(pattern, path.read_text()))
+        for path, pattern in [
+            (ROOT / "CITATION.cff", r"(?m)^version: (\S+)$"),
+            (ROOT / "deploy/images/docker-bake.json", r'"VERSION": \{"default": "(\S+)"\}'),
+            *((path, r"image: registry\.example\S+:(\S+)") for path in (ROOT / "deploy").rglob("*.yaml")),
+        ]
+    }
+    named = {name: versions for name, versions in copies.items() if versions}
+    assert {"CITATION.cff", "docker-bake.json", "rayjob.yaml"} <= named.keys()
+    assert {name: versions for name, versions in named.items() if versions != {teachercache.__version__}} == {}

@@ -39,7 +39,8 @@ from trainer.config import load_config
 sys.path.insert(0, str(ROOT / "scripts"))
 from demo_services import BIN, ray_head
 
-DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *DEPLOY.rglob("README.md")])
+ROOT_PAGES = ("README.md", "SECURITY.md", "CHANGELOG.md")
+DOCS = sorted([*(ROOT / name for name in ROOT_PAGES), *(ROOT / "docs").glob("*.md"), *DEPLOY.rglob("README.md")])
 BLOCKS = [block for path in DOCS for block in blocks(path)]
 RUNNABLE = [block for block in BLOCKS if block.runs]
 SMOLLM2 = ROOT / "build/models/smollm2-135m"

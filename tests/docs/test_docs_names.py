@@ -33,7 +33,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
 CALL = re.compile(r"(?:python -m (pipeline|trainer|teachercache)|^(teachercache)) ([a-z][a-z/-]*)(.*)")
 FOLDERS = ("benchmarks", "constraints", "deploy", "docs", "pipeline", "scripts", "teachercache", "tests", "trainer")
 PATH = re.compile(rf"(?<![\w/.:-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
-PAGES = [path for path in DOCS if path.name != "LOG.md"]  # the log is history: what it names may be gone
+PAGES = [path for path in DOCS if path.name not in ("LOG.md", "CHANGELOG.md")]  # history: what they name may be gone
 
 
 def calls_in(text: str) -> Iterator[tuple[str, str, str]]:
