@@ -14,11 +14,18 @@ NAME is a key of PARTS. To add a part, write a function that returns Markdown, p
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,7 +49,122 @@ def sizing() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-PARTS: dict[str, Callable[[], str]] = {"sizing": sizing}
+@dataclass(frozen=True)
+class ErrorClass:
+    """An exception class with a code, as its source says."""
+
+    name: str
+    bases: tuple[str, ...]
+    code: str | None
+    exit_code: int | None
+    meaning: str
+
+
+def error_classes() -> list[ErrorClass]:
+    """Return every class of the three packages that has an error code, by code; nothing is imported."""
+    found: dict[str, ErrorClass] = {}
+    for path in [path for name in ("teachercache", "pipeline", "trainer") for path in (ROOT / name).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                values = {
+                    line.targets[0].id: line.value.value
+                    for line in node.body
+                    if isinstance(line, ast.Assign)
+                    and isinstance(line.targets[0], ast.Name)
+                    and isinstance(line.value, ast.Constant)
+                }
+                bases = tuple(base.id for base in node.bases if isinstance(base, ast.Name))
+                meaning = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
+                first = re.split(r"(?<=[.;])\s", meaning)[0].rstrip(".;")
+                found[node.name] = ErrorClass(node.name, bases, values.get("code"), values.get("exit_code"), first)
+
+    def inherited(error: ErrorClass) -> ErrorClass:
+        status = error.exit_code
+        for base in error.bases:
+            if status is None and base in found:
+                status = inherited(found[base]).exit_code
+        return replace(error, exit_code=status)
+
+    coded = [error for error in found.values() if str(error.code).startswith("TC-")]
+    return sorted((inherited(error) for error in coded), key=lambda error: str(error.code))
+
+
+def error_codes() -> str:
+    """Return the table of error codes for docs/FORMAT.md."""
+    rows = [[str(error.code), error.name, str(error.exit_code), error.meaning] for error in error_classes()]
+    return table(["code", "name", "exit status", "when"], rows)
+
+
+def error_index() -> str:
+    """Return the table of error codes that leads to the runbook of each in docs/OPERATIONS.md."""
+    rows = []
+    for error in error_classes():
+        anchor = f"#{error.code}-{error.name}".lower()
+        rows.append([f"[{error.code}]({anchor})", error.name, error.meaning])
+    return table(["code", "name", "when"], rows)
+
+
+def spelled(annotation: Any) -> str:
+    """Return a type as a user writes it: `int`, `auto | off`, `list of str`."""
+    arguments = [spelled(part) for part in get_args(annotation)]
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, get_args(annotation)))
+    if origin in (Union, UnionType):
+        return " | ".join(part for part in arguments if part != "null") + (" | null" if "null" in arguments else "")
+    if origin is list:
+        return f"list of {arguments[0]}"
+    if origin is tuple:
+        return f"[{', '.join(arguments)}]"
+    if origin is dict:
+        return f"{arguments[0]} → {arguments[1]}"
+    return {NoneType: "null", Any: "any"}.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, description) of every key of a configuration model, sections flattened."""
+    for name, info in model.model_fields.items():
+        sections = [part for part in (info.annotation, *get_args(info.annotation)) if isinstance(part, type)]
+        inner = [part for part in sections if issubclass(part, BaseModel)]
+        if inner:
+            many = ".*" if get_origin(info.annotation) is list else ""
+            yield from describe(inner[0], f"{prefix}{name}{many}.")
+            continue
+        default = info.get_default(call_default_factory=True)
+        shown = "" if info.is_required() else json.dumps(default, ensure_ascii=False)
+        yield prefix + name, spelled(info.annotation), shown.strip('"'), info.description or ""
+
+
+def config_keys(model: type[BaseModel]) -> str:
+    """Return the table of all keys of a configuration model."""
+    rows = [
+        [f"`{key}`", f"`{kind}`", f"`{default}`" if default else "required", meaning]
+        for key, kind, default, meaning in describe(model)
+    ]
+    return table(["key", "type", "default", "meaning"], rows)
+
+
+def job_keys() -> str:
+    """Return the table of the keys of job.yaml."""
+    from pipeline.config import JobConfig
+
+    return config_keys(JobConfig)
+
+
+def train_keys() -> str:
+    """Return the table of the keys of train.yaml."""
+    from trainer.config import TrainerConfig
+
+    return config_keys(TrainerConfig)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "sizing": sizing,
+    "error-codes": error_codes,
+    "error-index": error_index,
+    "job-keys": job_keys,
+    "train-keys": train_keys,
+}
 
 
 def pages() -> list[Path]:

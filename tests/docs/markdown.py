@@ -1,7 +1,7 @@
 """Fenced blocks, code spans and links of the documentation: what a test can run, and why it cannot run the rest.
 
 Every fence names its language. `sh`, `python`, `sql` and `yaml` blocks run (test_docs.py); `text` is what a command
-printed. A block that cannot run here is marked by a comment on the line before it:
+printed, `json` an object of a cache. A block that cannot run here is marked by a comment on the line before it:
 
     <!-- not run by the tests: REASON -->
 

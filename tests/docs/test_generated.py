@@ -8,13 +8,12 @@ import sys
 import pytest
 
 from tests.deploy.manifests import ROOT
-from tests.docs.test_docs import page_name
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import make_docs
 
 
-@pytest.mark.parametrize("path", make_docs.pages(), ids=page_name)
+@pytest.mark.parametrize("path", make_docs.pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_generated_parts_are_current(path) -> None:
     text = path.read_text(encoding="utf-8")
     assert make_docs.filled(text) == text, "out of date; run `python scripts/make_docs.py`"
