@@ -55,7 +55,6 @@ STAND_INS: dict[str, dict[str, str]] = {
         "http://HEAD:8265": "$RAY_HEAD",
         "pip install ": "pip install --dry-run --no-deps --no-build-isolation ",
         "seq_len: 32768, batch_tokens: 131072": "seq_len: 128, batch_tokens: 256",
-        "seq_len=32768": "seq_len=128",
     },
     "docs/TRAINING.md": {
         "seq_len: 32768, batch_tokens: 131072": "seq_len: 128, batch_tokens: 256",
@@ -150,6 +149,9 @@ def fill(page: Page, tiny: Path, corpus: Path) -> None:
         link.symlink_to(target)
     shutil.copy(ROOT / ".gitignore", page.folder)  # which `ray job submit --working-dir .` heeds: build/ is not sent
     (page.folder / "book.txt").write_text(corpus.read_text())
+    for block in blocks(page.path):  # a reader may use a file before the page shows it
+        if block.file_name:
+            (page.folder / block.file_name).write_text(page.code(block))
     if page.path.name == "OPERATIONS.md":
         tree = job_tree("s3://teachercache/notes", tiny, corpus, executor="inline")
         write_job(page.folder / "job.yaml", tree)
