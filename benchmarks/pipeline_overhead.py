@@ -2,10 +2,10 @@
 
     python benchmarks/pipeline_overhead.py [--model build/models/smollm2-135m] [--pairs 7] [--tokens 16000]
 
-One engine (bf16, K = 100, float32 head) serves both sides over the same documents.  The bare loop gets ready token ids
+One engine (bf16, K = 100, float32 head) serves both sides over the same documents. The bare loop gets ready token ids
 and throws its public flat log-probabilities away; the pipeline reads jsonl, tokenises, keeps rows, encodes, uploads to a
-local S3 server and commits, through the shard function without Ray, two shards overlapping.  The order of the two sides
-alternates.  Prints and stores each pair and the median ratio: benchmarks/results/pipeline_overhead_<device>.json.
+local S3 server and commits, through the shard function without Ray, two shards overlapping. The order of the two sides
+alternates. Prints and stores each pair and the median ratio: benchmarks/results/pipeline_overhead_<device>.json.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def main() -> int:
     from pipeline.config import parse_job
     from pipeline.planning.identity import build_spec
     from pipeline.planning.plan import make_plan
-    from pipeline.running.worker import ShardTask, ShardWorker
+    from pipeline.running.tasks import ShardTask
+    from pipeline.running.worker import ShardWorker
     from pipeline.teachers.vllm_teacher import VllmTeacher
 
     with tempfile.TemporaryDirectory() as name:

@@ -4,8 +4,8 @@
 
 The driver's own code runs (pipeline/running/driver.py) against a pool of simulated actors and a simulated store in virtual
 time: a shard takes 90 s ± 30 %, 1 % of the attempts fail and 0.1 % of the actors die under them, listings cost 100 ms a
-page of 1,000 keys.  Measured in real time: receipts handled a second of the driver's CPU, peak memory, and the time to
-resume a half-done job with the simulated listing added.  Results: benchmarks/results/pipeline_simulation.json.
+page of 1,000 keys. Measured in real time: receipts handled a second of the driver's CPU, peak memory, and the time to
+resume a half-done job with the simulated listing added. Results: benchmarks/results/pipeline_simulation.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.config import RunConfig  # noqa: E402
 from pipeline.running.driver import Driver  # noqa: E402
-from pipeline.running.inline_pool import Failed, Finished, PoolState  # noqa: E402
+from pipeline.running.tasks import Failed, Finished, PoolState  # noqa: E402
 from pipeline.running.worker import Receipt, ShardTask  # noqa: E402
 from teachercache import PlanShard  # noqa: E402
 

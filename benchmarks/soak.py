@@ -1,4 +1,4 @@
-"""`make soak`: the chaos test over many seeds with half a minute of S3 errors each.  Output: benchmarks/results/soak.json.
+"""`make soak`: the chaos test over many seeds with half a minute of S3 errors each. Output: benchmarks/results/soak.json.
 
 python benchmarks/soak.py [--seeds 20] [--first 100] [--errors-s 30]
 """

@@ -4,7 +4,7 @@
     python benchmarks/teacher_rows_h200.py --tensor-parallel 2  the same teacher over two GPUs
     python benchmarks/teacher_rows_h200.py --smoke MODEL        the same steps on a CPU with a small real model
 
-One process, one engine, K = 100, float32 head.  Paths:
+One process, one engine, K = 100, float32 head. Paths:
     plain            prefill alone: no log-probabilities are asked for
     dictionaries     vLLM's default prompt log-probabilities (fewer documents: it is ten times slower)
     flat             flat_logprobs, detokenize=False
@@ -13,8 +13,8 @@ One process, one engine, K = 100, float32 head.  Paths:
     raw + worker     the worker's own top-K as well (pipeline/teachers/topk.py; over several GPUs vocab_parallel.py)
     pipeline         the shard function without Ray: Parquet in, rows encoded, uploaded to a local S3 server, committed
 Rates are tokens of input per second of wall time from the first submission to the last result (pipeline: to the last
-commit), after one warm-up round of each path.  Over several GPUs a measurement takes as many times the documents, so that
-its ends weigh the same (the pipeline: as many times the shards).  Results: benchmarks/results/teacher_rows_<device>.json,
+commit), after one warm-up round of each path. Over several GPUs a measurement takes as many times the documents, so that
+its ends weigh the same (the pipeline: as many times the shards). Results: benchmarks/results/teacher_rows_<device>.json,
 with _tp<N> for N GPUs.
 """
 
@@ -189,7 +189,8 @@ def run_pipeline(
 
     import teachercache
     from pipeline.planning.plan import make_plan
-    from pipeline.running.worker import ShardTask, ShardWorker
+    from pipeline.running.tasks import ShardTask
+    from pipeline.running.worker import ShardWorker
 
     rng = np.random.default_rng(1)
     for i in range(shards + 1):

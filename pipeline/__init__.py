@@ -1,1 +1,1 @@
-"""Cache generation: corpus → shards → Ray actors with a teacher → teachercache.  Never imports trainer."""
+"""Cache generation: corpus → shards → Ray actors with a teacher → teachercache. Never imports trainer."""

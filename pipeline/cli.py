@@ -46,7 +46,7 @@ def plan(
         float | None, typer.Option(help="tokens/s of one teacher; default: as measured in this cache")
     ] = None,
 ) -> None:
-    """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent.  Writes nothing.
+    """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent. Writes nothing.
 
     Example: python -m pipeline plan job.yaml --rate 36500 --show 2
     """
@@ -96,12 +96,13 @@ def run(
     as_json: AsJson = False,
     events: Annotated[Path | None, typer.Option(help="append every event to this file, one JSON object a line")] = None,
 ) -> None:
-    """Plan, run and publish.  Running the same command again resumes where it stopped.
+    """Plan, run and publish. Running the same command again resumes where it stopped.
 
     Example: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
     """
     from pipeline.running.job import Prepared, run_job
     from pipeline.watching.job_metrics import beside
+    from pipeline.watching.metrics import ActorMetrics
     from pipeline.watching.progress import Progress, human, show_outcome
 
     config = load_job(job, overrides)
@@ -126,9 +127,11 @@ def run(
             with events.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": round(time.time(), 3), "event": name, **details}) + "\n")
 
-    on_progress = beside(progress) if config.run.executor == "ray" else progress
+    with_ray = config.run.executor == "ray"
+    on_progress = beside(progress) if with_ray else progress
+    observe = ActorMetrics if with_ray else None
     try:
-        result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=event, say=say)
+        result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=event, observe=observe, say=say)
     finally:
         progress.close()
     outcome = result.outcome
@@ -175,7 +178,7 @@ def status(
     as_json: AsJson = False,
     watch: Annotated[float | None, typer.Option(help="repeat every so many seconds")] = None,
 ) -> None:
-    """What stands in the cache: shards, documents, tokens, drops by reason.  Needs read access alone.
+    """What stands in the cache: shards, documents, tokens, drops by reason. Needs read access alone.
 
     Example: python -m pipeline status s3://bucket/cache --watch 30
     """
@@ -202,7 +205,7 @@ def quarantine(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shards and documents that were given up, with their reasons.  Exit status 1 where a shard is quarantined.
+    """Shards and documents that were given up, with their reasons. Exit status 1 where a shard is quarantined.
 
     Example: python -m pipeline quarantine s3://bucket/cache
     """
@@ -237,7 +240,7 @@ def doctor(
     read_only: Annotated[bool, typer.Option("--read-only", help="do not probe conditional writes")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path.  Exit status 1 = unfit.
+    """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path. Exit status 1 = unfit.
 
     Example: python -m pipeline doctor job.yaml
     """

@@ -71,7 +71,7 @@ class TeacherConfig(_Strict):
 
 
 class Fields(_Strict):
-    """Names of the columns that hold what we need.  Exactly one of text, messages, input_ids is used."""
+    """Names of the columns that hold what we need. Exactly one of text, messages, input_ids is used."""
 
     text: str | None = None
     messages: str | None = Field(default=None, description="a conversation; in generate mode its last turn is answered")
@@ -210,7 +210,7 @@ class GenerateConfig(_Strict):
 
 
 class RecipeConfig(_Strict):
-    """What makes rows out of documents.  Digested into every shard id."""
+    """What makes rows out of documents. Digested into every shard id."""
 
     mode: Literal["score", "generate"] = "score"
     bos: Literal["auto", "always", "never"] = Field(default="auto", description="auto = what the tokenizer itself does")
@@ -318,12 +318,12 @@ class JobConfig(_Strict):
 
 
 def parse_job(tree: dict[str, Any], where: str = "job") -> JobConfig:
-    """Checks a tree of plain values.  Raises UsageError with one sentence."""
+    """Checks a tree of plain values. Raises UsageError with one sentence."""
     return configfile.validate(JobConfig, tree, where)
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None) -> JobConfig:
-    """Reads a job file.  Raises UsageError (exit status 2) with one sentence for anything wrong in it."""
+    """Reads a job file. Raises UsageError (exit status 2) with one sentence for anything wrong in it."""
     return configfile.load(JobConfig, path, overrides or ())
 
 
@@ -331,6 +331,6 @@ def canonical_json(value: Any) -> str:
     """One spelling per value, for digests of recipes and conversations.
 
     ASCII, where teachercache.format.spec.canonical_json is UTF-8: a conversation may hold half of a surrogate pair, which UTF-8
-    cannot spell.  The two give other digests for any text beyond ASCII, so neither can take the other's place.
+    cannot spell. The two give other digests for any text beyond ASCII, so neither can take the other's place.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -1,4 +1,4 @@
-"""Raw documents → documents that may be tokenised, or a reason why not.  Every drop has one short reason."""
+"""Raw documents → documents that may be tokenised, or a reason why not. Every drop has one short reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.corpus.readers import RawDocument
 
 
 class Dropped(Exception):
-    """A document is left out.  `reason` is a slug that commits and `status` count."""
+    """A document is left out. `reason` is a slug that commits and `status` count."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -23,7 +23,7 @@ class Dropped(Exception):
 
 @dataclass(slots=True)
 class Document:
-    """One document before tokenisation.  `kind` says which of text, messages and input_ids is set."""
+    """One document before tokenisation. `kind` says which of text, messages and input_ids is set."""
 
     doc_id: str
     ordinal: int
@@ -139,7 +139,7 @@ def choose_split(corpus: CorpusConfig, content_hash: bytes) -> str:
 
 
 def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, input_digest: str) -> Document:
-    """Takes the fields out of a raw document and applies the filters that need no tokens.  Raises Dropped."""
+    """Takes the fields out of a raw document and applies the filters that need no tokens. Raises Dropped."""
     if raw.problem is not None or raw.value is None:
         raise Dropped(raw.problem or "wrong_type")
     value, fields = raw.value, corpus.fields

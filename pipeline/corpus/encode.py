@@ -57,7 +57,7 @@ class Tokens:
 
 
 class Encoder:
-    """Tokenises documents of one job.  Thread-safe for reading; the Rust tokenizer releases the GIL."""
+    """Tokenises documents of one job. Thread-safe for reading; the Rust tokenizer releases the GIL."""
 
     def __init__(self, job: JobConfig, model_path: str | Path, spec: TokenizerSpec | None = None) -> None:
         self.job = job
@@ -247,7 +247,7 @@ class Encoder:
     # -- tokens → windows ----------------------------------------------------------------------------------------
 
     def windows(self, document: Document, tokens: Tokens) -> Iterator[Window]:
-        """Windows of a document.  Raises Dropped for too few or too many tokens."""
+        """Windows of a document. Raises Dropped for too few or too many tokens."""
         filters, recipe = self.job.recipe.filters, self.job.recipe
         length = int(tokens.ids.size)
         if length < filters.min_tokens:

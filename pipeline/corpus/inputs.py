@@ -1,7 +1,7 @@
 """Input files: what a glob names, how large each file is, and the digest that shard ids are made of.
 
 A digest comes from the store where the store has one (S3's ETag with the size: no byte is read), else from the
-content (sha256, about 1.5 GB/s a core).  Two copies of one object uploaded with different part sizes have two ETags
+content (sha256, about 1.5 GB/s a core). Two copies of one object uploaded with different part sizes have two ETags
 and count as different inputs: their shards are then made twice, never mixed up.
 """
 
@@ -60,7 +60,7 @@ def store_errors(url: str) -> Iterator[None]:
     """Errors of a store that holds inputs, told apart as those of the cache's are: an outage is nobody's fault.
 
     Raises StoreUnavailable for what may pass, which is not held against a shard, and UsageError where access is refused,
-    which no other shard will be spared either.  A file on a local disk, a missing one and a damaged one stay as they are.
+    which no other shard will be spared either. A file on a local disk, a missing one and a damaged one stay as they are.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def store_errors(url: str) -> Iterator[None]:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Every file that the patterns name, once each, sorted.  Raises UsageError where a pattern names nothing."""
+    """Every file that the patterns name, once each, sorted. Raises UsageError where a pattern names nothing."""
     found: set[str] = set()
     for pattern in patterns:
         fs, path = filesystem(pattern)

@@ -1,8 +1,8 @@
 """Raw documents of a range of an input file, one at a time, memory bounded by the largest document allowed.
 
 A range of a line file owns the lines that *start* inside it, so any cut of a file into ranges gives each line once,
-without an index.  Ranges of a compressed file are ranges of its text: there are no seek points, so what precedes a
-range is decompressed (0.16 GB/s of text on a busy core) and thrown away.  Parquet ranges are rows.
+without an index. Ranges of a compressed file are ranges of its text: there are no seek points, so what precedes a
+range is decompressed (0.16 GB/s of text on a busy core) and thrown away. Parquet ranges are rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import IO, Any, Literal
 
 from pipeline.config import CorpusConfig
 from pipeline.corpus.inputs import READ_AHEAD, open_binary, store_errors
-from teachercache.errors import TeacherCacheError, UsageError
+from pipeline.errors import InputDamaged
+from teachercache.errors import UsageError
 
 MAX_DOCUMENT_BYTES = 64 << 20
 OPEN_END = 1 << 62  # end of the last range of a compressed file, whose length nobody knows
@@ -26,20 +27,6 @@ PARQUET_BUFFER = 8 << 20  # bytes of a column chunk held at a time
 ZSTD_WINDOW = 1 << 31  # dumps packed with `zstd --long=31` need it; allocated only where a frame asks for it
 
 Unit = Literal["bytes", "rows", "file"]
-
-
-class InputDamaged(TeacherCacheError):
-    """An input file cannot be read to its end; says which file and the last good document."""
-
-    code = "TC-E301"
-
-    def __init__(self, url: str, last_good: int | None, documents: int, cause: str) -> None:
-        at = "no document was readable" if last_good is None else f"last good document at offset {last_good}"
-        super().__init__(
-            f"{url}: the file is damaged or cut short ({cause}); {documents} documents were readable, {at};"
-            " replace the file, or set run.on_truncated=keep to cache what is readable"
-        )
-        self.url, self.last_good, self.documents = url, last_good, documents
 
 
 @dataclass(slots=True)
@@ -92,7 +79,7 @@ def unit_of(url: str, corpus: CorpusConfig) -> Unit:
 
 
 class _Frames(io.RawIOBase):
-    """Decompressed bytes of gzip members or zstd frames.  What precedes a cut or damage is given before the error.
+    """Decompressed bytes of gzip members or zstd frames. What precedes a cut or damage is given before the error.
 
     Library readers raise at the cut and lose what stood in their buffer, so nobody would learn the last good document.
     """

@@ -1,9 +1,9 @@
 """Chat conversations → text and the character spans that the assistant wrote, for any template.
 
 Most stock templates mark nothing as the assistant's (no `{% generation %}`), and a mask that is all zero would train
-nothing.  So spans are found by rendering: the start of turn i is where the generation prompt after messages[:i]
+nothing. So spans are found by rendering: the start of turn i is where the generation prompt after messages[:i]
 ends in the full text; its end is found by putting other content into turn i and seeing where the two texts meet
-again, then taking the end marker (the special token that follows) along.  Two renderings a turn.
+again, then taking the end marker (the special token that follows) along. Two renderings a turn.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Span:
 
 
 def resolved(config: WindowsConfig, size: int) -> tuple[int, int]:
-    """(stride, min_context) for windows of `size` tokens.  See WindowsConfig for the defaults."""
+    """(stride, min_context) for windows of `size` tokens. See WindowsConfig for the defaults."""
     least = config.min_context if config.min_context is not None else min(256, size // 4)
     stride = config.stride if config.stride is not None else size - least
     if stride < 1 or stride > size or (config.min_context is not None and size - stride < config.min_context):
@@ -31,8 +31,8 @@ def resolved(config: WindowsConfig, size: int) -> tuple[int, int]:
 def spans(length: int, size: int, config: WindowsConfig, bos: int) -> Iterator[Span]:
     """Windows over a document of `length` tokens (BOS not counted), each input at most `size` with its BOS.
 
-    bos is 1 where the document begins with an added BOS.  The rows of all windows are every position exactly once;
-    rows of later windows have at least min_context tokens of context.  Raises Dropped("too_long") under `skip`.
+    bos is 1 where the document begins with an added BOS. The rows of all windows are every position exactly once;
+    rows of later windows have at least min_context tokens of context. Raises Dropped("too_long") under `skip`.
     """
     if length + bos <= size:
         yield Span(0, 0, length, 0)

@@ -1,7 +1,7 @@
 """Exact de-duplication over a whole job while it is planned: one pass over all inputs, 28 bytes of memory a document.
 
-The first copy is kept, in this order: shards that are committed already, then the plan's own order.  So a file that is
-added later loses its copies of what is cached, and no cached shard changes.  A shard's id does not depend on the
+The first copy is kept, in this order: shards that are committed already, then the plan's own order. So a file that is
+added later loses its copies of what is cached, and no cached shard changes. A shard's id does not depend on the
 duplicates; what it leaves out stands in the plan (`detail.duplicates`, by ordinal) and is counted as a drop.
 """
 
@@ -16,14 +16,15 @@ import numpy as np
 
 from pipeline.config import JobConfig
 from pipeline.corpus.documents import Dropped, extract
-from pipeline.corpus.readers import InputDamaged, read_documents
+from pipeline.corpus.readers import read_documents
+from pipeline.errors import InputDamaged
 from teachercache import PlanShard
 
 Hashes = tuple[np.ndarray, np.ndarray]  # hashes void[16] [n], ordinals int64 [n]
 
 
 def content_hashes(job: JobConfig, shards: Sequence[PlanShard]) -> list[Hashes]:
-    """Of each shard's usable documents.  The shards are one file's, in order: it is read (and decompressed) once."""
+    """Of each shard's usable documents. The shards are one file's, in order: it is read (and decompressed) once."""
     first, last = shards[0], shards[-1]
     corpus = job.corpora[int(first.detail.get("corpus", 0))]
     filters = job.recipe.filters

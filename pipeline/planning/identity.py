@@ -22,7 +22,7 @@ _IDENTITY_ARGUMENTS = ("quantization", "kv_cache_dtype", "rope_scaling", "rope_t
 
 
 def resolve_model(config: TeacherConfig) -> Path:
-    """Local folder of the teacher; a hub id is fetched into the hub's own cache first.  Raises UsageError."""
+    """Local folder of the teacher; a hub id is fetched into the hub's own cache first. Raises UsageError."""
     folder = Path(config.model).expanduser()
     if folder.is_dir():
         if not (folder / "tokenizer.json").exists():

@@ -1,8 +1,8 @@
-"""The plan: which ranges of which input files are shards.  Deterministic, made without a teacher or a cluster.
+"""The plan: which ranges of which input files are shards. Deterministic, made without a teacher or a cluster.
 
 A shard's id is a hash of (input file's digest, range, row recipe), so the same input is the same shard whatever else
-the corpus holds: adding a file adds shards, changing the number of actors changes nothing.  The cut of a file depends
-on that file and the recipe alone.  Token counts come from a sample of each file and are called estimates.
+the corpus holds: adding a file adds shards, changing the number of actors changes nothing. The cut of a file depends
+on that file and the recipe alone. Token counts come from a sample of each file and are called estimates.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Planned:
 
 
 def recipe_of(job: JobConfig, corpus: CorpusConfig, template: str | None, *, brief: bool = False) -> dict[str, Any]:
-    """Everything that turns this corpus's bytes into rows.  `template`: the text that renders its conversations.
+    """Everything that turns this corpus's bytes into rows. `template`: the text that renders its conversations.
 
-    brief: only what differs from the defaults.  Digests are taken of that, so that an option which a later version
+    brief: only what differs from the defaults. Digests are taken of that, so that an option which a later version
     adds changes no shard of a job that does not use it; who changes a default must raise RECIPE_VERSION.
     """
     recipe = job.recipe.model_dump(mode="json", exclude_defaults=brief)
@@ -142,7 +142,7 @@ def _inflation(url: str, compression: str, size: int) -> float:
 
 
 def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encoder: Encoder, rows: int = 0) -> Density:
-    """Reads the beginning of a file as a shard would and counts.  `rows` > 0: a Parquet file of so many rows."""
+    """Reads the beginning of a file as a shard would and counts. `rows` > 0: a Parquet file of so many rows."""
     density = Density()
     unit = unit_of(file.url, corpus)
     filters = job.recipe.filters
@@ -196,7 +196,7 @@ def sample_density(file: InputFile, corpus: CorpusConfig, job: JobConfig, encode
 
 
 def _check_sample(file: InputFile, corpus: CorpusConfig, density: Density, whole: bool) -> list[str]:
-    """A warning where nothing of a sample can be used.  Raises UsageError where the job file must be wrong."""
+    """A warning where nothing of a sample can be used. Raises UsageError where the job file must be wrong."""
     lost = Counter({k: n for k, n in density.drops.items() if k != "sampled_out"})
     if density.documents or not lost:
         return []
@@ -227,7 +227,7 @@ def _may_cut_compressed(file: InputFile, corpus: CorpusConfig) -> bool:
 def _shards_of(
     file: InputFile, corpus: CorpusConfig, job: JobConfig, encoder: Encoder, digest: str, given: list[Cut] | None
 ) -> tuple[list[PlanShard], SourceEstimate, list[str]]:
-    """Shards of one input file, its estimate, and warnings.  `given`: the cut that an earlier job began to work by."""
+    """Shards of one input file, its estimate, and warnings. `given`: the cut that an earlier job began to work by."""
     unit, warnings = unit_of(file.url, corpus), []
     kind, compression = file_format(file.url, corpus)
     total, parquet_rows, bytes_per_unit = file.size, 0, 1.0
@@ -298,10 +298,10 @@ def _shards_of(
 def make_plan(
     job: JobConfig, encoder: Encoder, spec_digest: str, earlier: Earlier | None = None, threads: int = 8
 ) -> Planned:
-    """Plans a whole job.  Cost: one head (or local hash) and a sample of 32 KiB of every file.
+    """Plans a whole job. Cost: one head (or local hash) and a sample of 32 KiB of every file.
 
     `earlier`: what the cache holds; inputs that have committed shards keep their cut, and, in corpus-wide
-    de-duplication, their copy of a document.  Raises UsageError where they stand there under another recipe.
+    de-duplication, their copy of a document. Raises UsageError where they stand there under another recipe.
     """
     earlier = earlier or Earlier()
     shards: list[PlanShard] = []

@@ -2,7 +2,7 @@
 
 Two things would otherwise be found out at publishing, when everything is paid for: the same file cut at other places
 (another `shard_tokens`, a version of this software that estimates otherwise), and the same file of the same source
-under another recipe.  Both put documents into the cache twice.
+under another recipe. Both put documents into the cache twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Earlier:
         return self.cuts.get((input_digest, recipe))
 
     def use(self, url: str, input_digest: str, recipe: str, tree: dict[str, Any]) -> None:
-        """Notes that a job uses an input.  Raises UsageError where its source and split have it under another recipe."""
+        """Notes that a job uses an input. Raises UsageError where its source and split have it under another recipe."""
         corpus = tree["corpus"]
         uses, own = self.uses.setdefault((corpus["source"], input_digest), {}), splits_of(corpus)
         for other, use in uses.items():

@@ -1,4 +1,4 @@
-"""The pull loop: gives shards to whoever has room, and decides what becomes of those that fail.
+"""The pull loop: dispatches shards to actors with room, and decides what becomes of those that fail.
 
 A shard ends in one of three ways: committed (by us or by another job), quarantined with a reason, or given back.
 Nothing here is needed for safety: commits are conditional creates, so a lost driver, a zombie or a second job costs
@@ -17,38 +17,37 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from pipeline.config import RunConfig
-from pipeline.running.inline_pool import (
-    Failed,
-    Finished,
-    Pool,
-    PoolState,
-    merge_suspects,
-)
-from pipeline.running.worker import ShardTask
-from teachercache import PlanShard
+from pipeline.running.tasks import Failed, Finished, Pool, PoolState, ShardTask, merge_suspects
 from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
+from teachercache.format.objects import PlanShard
 
 T = TypeVar("T")
 STORE_PATIENCE_S = 900.0
+REFRESH_S = 30.0  # how often commits of other jobs are looked up
 NARROWINGS = 12  # attempts that only find out which document kills the engine
 
 
 class ShardStore(Protocol):
     """What the driver needs of a cache; CacheWriter has it."""
 
-    def committed(self) -> set[str]: ...
+    def committed(self) -> set[str]:
+        """Return the ids of the shards that have a commit."""
 
-    def quarantine(self, shard_id: str, *, reason: str, message: str, documents: Sequence[str] = ()) -> None: ...
+    def quarantine(self, shard_id: str, *, reason: str, message: str, documents: Sequence[str] = ()) -> None:
+        """Record that a shard keeps failing."""
 
 
 class Leases(Protocol):
     """Advisory: which shards other jobs have taken."""
 
-    def others(self) -> set[str]: ...
+    def others(self) -> set[str]:
+        """Return the shards that other jobs have taken."""
 
-    def announce(self, shards: Sequence[str]) -> None: ...
+    def announce(self, shards: Sequence[str]) -> None:
+        """Take shards for this job."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Give this job's shards back."""
 
 
 @dataclass(slots=True)
@@ -71,6 +70,7 @@ class Tally:
 
     @property
     def done(self) -> int:
+        """Return how many shards need no more work."""
         return self.committed + self.found + self.quarantined
 
 
@@ -82,7 +82,7 @@ class Outcome:
     tally: Tally
     quarantined: dict[str, str]
     seconds: float
-    gpu_hours: float = 0.0  # that this run's teachers held GPUs
+    gpu_hours: float = 0.0  # that this run's actors held GPUs
 
 
 @dataclass(slots=True)
@@ -96,6 +96,8 @@ class _Pending:
 
 
 class Driver:
+    """Runs the shards of a plan on a pool. `on_progress` is called every `run.log_every_s`, `on_event` for every event."""
+
     def __init__(
         self,
         run: RunConfig,
@@ -108,13 +110,14 @@ class Driver:
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
+        refresh_s: float = REFRESH_S,
     ) -> None:
         self.run_config, self.store, self._make_pool = run, store, pool
         self.leases = leases
         self._on_progress = on_progress or (lambda tally, state: None)
         self._on_event = on_event or (lambda name, details: None)
         self.stop = stop or threading.Event()
-        self._clock = clock
+        self._clock, self._refresh_s = clock, refresh_s
         self.shards = {s.shard_id: s for s in shards}
         self.tally = Tally(total=len(self.shards))
         self.quarantined: dict[str, str] = {}
@@ -125,9 +128,10 @@ class Driver:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self, skip: set[str] | None = None) -> Outcome:
-        """Works until every shard is committed or quarantined, the budget is spent, or `stop` is set.
+        """Work until every shard is committed or quarantined, the budget is spent, or `stop` is set.
 
-        `skip`: shards quarantined earlier that are not to be tried again.
+        skip: shards quarantined earlier that are not to be tried again. Raises UsageError for a misused job and
+        TeacherCacheError where no actor can start or the store stays away for STORE_PATIENCE_S.
         """
         began = self._clock()
         committed = self._patiently(self.store.committed)
@@ -161,11 +165,11 @@ class Driver:
             if spent and not self._running:
                 return "budget"
             if not spent:
-                self._give(pool)
+                self._dispatch(pool)
             for event in pool.wait(0.5):
                 self._handle(event)
             now = self._clock()
-            if now - refreshed >= self.run_config.refresh_s:
+            if now - refreshed >= self._refresh_s:
                 self._refresh()
                 refreshed = now
             if now - reported >= self.run_config.log_every_s:
@@ -179,8 +183,8 @@ class Driver:
         state.workers = pool.worker_states()
         self._on_progress(self.tally, state)
 
-    def _give(self, pool: Pool) -> None:
-        """Hands out work while there is room; what other jobs have leased comes last."""
+    def _dispatch(self, pool: Pool) -> None:
+        """Submit tasks while there is room; what other jobs have leased comes last."""
         now = self._clock()
         free = pool.free_slots()
         waiting: list[_Pending] = []
@@ -244,22 +248,22 @@ class Driver:
             entry.store_errors += 1
             if entry.store_errors <= 30:
                 entry.not_before = now + min(60.0, 2.0**entry.store_errors)
-                self._again(entry, event.task)
+                self._requeue(entry, event.task)
                 return
         task = self._narrow(entry, event)
         if entry.failures > self.run_config.max_retries:
             self._quarantine(event.task, event.kind, event.message)
             return
         entry.not_before = now + min(30.0, 0.5 * 2**entry.failures)
-        self._again(entry, task)
+        self._requeue(entry, task)
 
-    def _again(self, entry: _Pending, task: ShardTask) -> None:
+    def _requeue(self, entry: _Pending, task: ShardTask) -> None:
         self.tally.retries += 1
         entry.task = replace(task, attempt=task.attempt + 1)
         self._pending.append(entry)
 
     def _narrow(self, entry: _Pending, event: Failed) -> ShardTask:
-        """After a death: run alone, score the suspects one at a time, leave out the one that is proven.
+        """Narrow down what killed an engine: run alone, score suspects one at a time, leave out the proven one.
 
         An attempt that learns something (fewer suspects, a culprit) is not held against the shard.
         """
@@ -294,7 +298,7 @@ class Driver:
     # -- other jobs ----------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Drops pending shards that another job has committed, and renews the leases."""
+        """Drop pending shards that another job has committed, and renew the leases."""
         committed = self._patiently(self.store.committed)
         kept: deque[_Pending] = deque()
         for entry in self._pending:

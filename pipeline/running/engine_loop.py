@@ -3,7 +3,7 @@
     reader/tokeniser thread of each shard ──budget──▶ inbox ──▶ engine thread ──▶ results in input order ──▶ encoder
 
 Two bounds keep memory flat for documents of any length: the engine holds at most `max_inflight_tokens`, and a shard at
-most twice that between its reader and its consumer.  An input whose rows are broken (NaN: the whole forward pass may
+most twice that between its reader and its consumer. An input whose rows are broken (NaN: the whole forward pass may
 have been garbage) is scored once more while nothing else is inside, and only then given up.
 """
 
@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pipeline.corpus.encode import Window
-from pipeline.teachers.base import EngineDied, Scored, Teacher
+from pipeline.errors import EngineDied
+from pipeline.teachers.base import Scored, Teacher
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class _Item:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """One shard's view: what it fed and what came back.  Guarded by the loop's condition."""
+    """One shard's view: what it fed and what came back. Guarded by the loop's condition."""
 
     budget: int
     held: int = 0
@@ -91,7 +92,7 @@ class EngineLoop:
     # -- the shard's side ----------------------------------------------------------------------------------------
 
     def score(self, windows: Iterator[Window], alone: bool = False) -> Iterator[tuple[Window, Scored]]:
-        """Scores windows as they are read, yields them in their order.  `alone`: one at a time, nothing beside it.
+        """Scores windows as they are read, yields them in their order. `alone`: one at a time, nothing beside it.
 
         Raises what the source raises (after the windows before it) and EngineDied, whose suspects are the ordinals
         of this shard's documents that were inside.

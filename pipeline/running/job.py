@@ -17,25 +17,11 @@ from pipeline.corpus.encode import Encoder
 from pipeline.planning.identity import build_spec, resolve_model
 from pipeline.planning.plan import Planned, make_plan
 from pipeline.planning.prior_plans import Earlier, read_earlier
-from pipeline.running.driver import (
-    Driver,
-    Leases,
-    Outcome,
-    Tally,
-)
-from pipeline.running.inline_pool import InlinePool, Pool, PoolState
-from teachercache import (
-    CacheSpec,
-    CacheWriter,
-    Ledger,
-    Manifest,
-    Plan,
-)
-from teachercache.errors import (
-    NotACache,
-    SpecMismatch,
-    UsageError,
-)
+from pipeline.running.driver import Driver, Leases, Outcome, Tally
+from pipeline.running.inline_pool import InlinePool
+from pipeline.running.tasks import Pool, PoolState
+from teachercache import CacheSpec, CacheWriter, Ledger, Manifest, Plan
+from teachercache.errors import NotACache, SpecMismatch, UsageError
 
 
 @dataclass(slots=True)
@@ -51,7 +37,7 @@ class Prepared:
 
 @dataclass(slots=True)
 class Result:
-    """What `run` did.  `manifest` is None where nothing was published."""
+    """What `run` did. `manifest` is None where nothing was published."""
 
     outcome: Outcome
     manifest: Manifest | None
@@ -123,7 +109,9 @@ def stop_on_signals(stop: threading.Event, say: Callable[[str], None]) -> Iterat
             signal.signal(number, old)
 
 
-def _pool_maker(prepared: Prepared, plan_digest: str, shards: int) -> Callable[[], Pool]:
+def _pool_maker(
+    prepared: Prepared, plan_digest: str, shards: int, observe: Callable[[Any], Any] | None
+) -> Callable[[], Pool]:
     job = prepared.job
 
     def make() -> Pool:
@@ -136,7 +124,7 @@ def _pool_maker(prepared: Prepared, plan_digest: str, shards: int) -> Callable[[
 
         connect()
         size = min(job.run.actors, max(1, shards))
-        return RayPool(job, str(prepared.model), prepared.spec, plan_digest, size)
+        return RayPool(job, str(prepared.model), prepared.spec, plan_digest, size, observe)
 
     return make
 
@@ -147,10 +135,11 @@ def run_job(
     on_planned: Callable[[Prepared], None] | None = None,
     on_progress: Callable[[Tally, PoolState], None] | None = None,
     on_event: Callable[[str, dict[str, Any]], None] | None = None,
+    observe: Callable[[Any], Any] | None = None,
     say: Callable[[str], None] = print,
     stop: threading.Event | None = None,
 ) -> Result:
-    """Runs a whole job.  Running it again resumes it: committed shards are skipped.
+    """Runs a whole job. Running it again resumes it: committed shards are skipped.
 
     Raises UsageError (nothing was started) or another TeacherCacheError (what is committed stays committed).
     """
@@ -168,7 +157,7 @@ def run_job(
         job.run,
         writer,
         prepared.planned.plan.shards,
-        _pool_maker(prepared, plan_digest, len(prepared.planned.plan.shards)),
+        _pool_maker(prepared, plan_digest, len(prepared.planned.plan.shards), observe),
         leases=leases,
         on_progress=on_progress,
         on_event=on_event,

@@ -1,6 +1,6 @@
 """Advisory leases: a job says which shards it works on, so that a second job on the same cache starts elsewhere.
 
-One small object per job and renewal below leases/, create-only like everything else.  Losing, ignoring or misreading
+One small object per job and renewal below leases/, create-only like everything else. Losing, ignoring or misreading
 them costs double work and nothing else.
 """
 

@@ -1,8 +1,8 @@
-"""Workers as plain Ray actors.  No shard data crosses Ray: tasks and receipts are a few hundred bytes.
+"""Actors of Ray. No shard data crosses Ray: tasks and receipts are a few hundred bytes.
 
-An actor is a process with one teacher.  Its engine's death ends it; the pool starts another and reports what was lost.
+An actor is a process with one teacher. Its engine's death ends it; the pool starts another and reports what was lost.
 Actors that the cluster has no room for stay pending and join whenever a node does, so a growing or shrinking cluster
-needs no code of its own.
+needs no further code.
 """
 
 from __future__ import annotations
@@ -10,36 +10,66 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from pipeline.config import JobConfig
-from pipeline.running.inline_pool import (
-    Failed,
-    Finished,
-    PoolState,
-    classify,
-)
-from pipeline.running.worker import Receipt, ShardTask
+from pipeline.config import JobConfig, RunConfig
+from pipeline.running.starts import StartJudge
+from pipeline.running.tasks import Failed, Finished, PoolState, Receipt, ShardTask
 from teachercache import CacheSpec
-from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
+from teachercache.errors import TeacherCacheError
 
 logger = logging.getLogger(__name__)
 
-# credentials and settings that actors need; they travel as an argument, not in the runtime environment, which the
-# dashboard shows to everybody
+# credentials and settings that actors need; they travel as an argument, not in the runtime environment, which Ray's
+# dashboard shows to everyone
 FORWARDED = (
     *("AWS_", "FSSPEC_", "HF_", "GOOGLE_", "AZURE_"),
     *("VLLM_", "NCCL_", "TORCH_", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
 )
-STARTS_BEFORE_GIVING_UP = 3
-STORE_STARTS_BEFORE_GIVING_UP = 20  # with pauses of up to a minute: a quarter of an hour, as the driver's patience
-LONGEST_START_PAUSE_S = 60.0
+CPUS_PER_ACTOR = 1.0  # that Ray reserves; threads are set by OMP_NUM_THREADS
+
+
+class Observer(Protocol):
+    """What is called with the results of one actor: its metrics."""
+
+    def committed(self, receipt: Receipt) -> None:
+        """Count a shard that ended with a receipt."""
+
+    def failed(self) -> None:
+        """Count a shard that raised."""
+
+
+Observe = Callable[[Any], Observer]  # from a ShardWorker, inside the actor
+
+
+class GpuMeter:
+    """GPU-seconds that actors of `weight` GPUs held; an actor without a GPU counts as one."""
+
+    def __init__(self, gpus: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._weight, self._clock = gpus or 1.0, clock
+        self._last = clock()
+        self.seconds = 0.0
+
+    def add_start(self, seconds: float) -> None:
+        """Count the time in which an actor loaded its teacher."""
+        self.seconds += self._weight * seconds
+
+    def advance(self, ready: int) -> None:
+        """Count the time since the last call for `ready` actors."""
+        now = self._clock()
+        self.seconds += ready * self._weight * (now - self._last)
+        self._last = now
+
+
+def time_limit_s(run: RunConfig, task: ShardTask) -> float:
+    """Return the watchdog's limit: that of the job file, longer for a shard that could not be cut to size."""
+    return run.shard_timeout_s * max(1.0, task.shard.estimated_tokens / run.shard_tokens)
 
 
 class TeacherActor:
-    """Runs in an actor process: starts the worker in the constructor's place, then does shards in a few threads."""
+    """Runs in an actor process: `start` loads the teacher, then shards run in a few threads."""
 
     def __init__(
         self,
@@ -49,16 +79,18 @@ class TeacherActor:
         plan_digest: str,
         journal: Any,
         env: dict[str, str],
+        observe: Observe | None,
     ) -> None:
         for name, value in env.items():
             os.environ.setdefault(name, value)
         self._arguments = (job, model_path, spec, plan_digest, journal)
+        self._observe = observe
         self._placed = time.monotonic()  # from now on this actor holds its GPUs
         self._worker: Any = None
-        self._metrics: Any = None
+        self._observer: Observer | None = None
 
     def start(self) -> dict[str, Any]:
-        """Loads the teacher.  Errors travel back as themselves."""
+        """Load the teacher and return its provenance with `start_seconds`. Errors travel back as themselves."""
         from pipeline.running.worker import ShardWorker
 
         job_tree, model_path, spec_tree, plan_digest, journal = self._arguments
@@ -67,7 +99,8 @@ class TeacherActor:
             from pipeline.planning.identity import resolve_model
 
             model_path = str(resolve_model(job.teacher))
-        threads = job.teacher.threads or max(1, (os.cpu_count() or 2) // max(1, _actors_per_node(job)))
+        on_this_node = 1 if job.teacher.gpus_per_actor else job.run.actors
+        threads = job.teacher.threads or max(1, (os.cpu_count() or 2) // max(1, on_this_node))
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._worker = ShardWorker(
             job,
@@ -76,34 +109,29 @@ class TeacherActor:
             plan_digest=plan_digest,
             journal=_RemoteJournal(journal),
         )
-        from pipeline.watching.metrics import ActorMetrics
-
-        self._metrics = ActorMetrics(self._worker)
+        if self._observe is not None:
+            self._observer = self._observe(self._worker)
         return {**self._worker.loop.teacher.provenance, "start_seconds": time.monotonic() - self._placed}
 
     def run(self, task: ShardTask) -> Receipt:
+        """Do a shard; see ShardWorker.run."""
         try:
             receipt: Receipt = self._worker.run(task)
         except Exception:
-            self._metrics.failed()
+            if self._observer is not None:
+                self._observer.failed()
             raise
-        self._metrics.committed(receipt)
+        if self._observer is not None:
+            self._observer.committed(receipt)
         return receipt
 
     def state(self) -> dict[str, Any]:
+        """Return what ShardWorker.state returns; empty before `start` has ended."""
         return self._worker.state() if self._worker is not None else {}
-
-    def stop(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-
-
-def _actors_per_node(job: JobConfig) -> int:
-    return job.run.actors if not job.teacher.gpus_per_actor else 1
 
 
 class _RemoteJournal:
-    """Tells the journal actor which documents enter and leave the engine, before they do."""
+    """Notes in the journal actor which documents enter and leave the engine, before they do."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -121,6 +149,7 @@ class JournalActor:
         self._inside: dict[str, set[int]] = {}
 
     def note(self, shard_id: str, event: str, ordinals: list[int]) -> None:
+        """Note documents that enter ("in") or leave ("out") an engine."""
         inside = self._inside.setdefault(shard_id, set())
         if event == "in":
             inside.update(ordinals)
@@ -128,11 +157,12 @@ class JournalActor:
             inside.difference_update(ordinals)
 
     def take(self, shard_id: str) -> list[int]:
+        """Return the documents that are inside, and forget them."""
         return sorted(self._inside.pop(shard_id, set()))
 
 
 def connect() -> None:
-    """Joins the cluster that RAY_ADDRESS names (`ray job submit` sets it), else starts a Ray of this process's own."""
+    """Join the cluster that RAY_ADDRESS names (`ray job submit` sets it), else start a Ray for this process."""
     import ray
 
     if ray.is_initialized():
@@ -151,18 +181,26 @@ def connect() -> None:
 
 
 @dataclass(slots=True)
-class _Member:
+class _Actor:
     handle: Any
     started: Any  # ref of start()
-    created: float
-    ready_at: float | None = None
-    tasks: dict[Any, tuple[ShardTask, float]] = field(default_factory=dict)
+    ready: bool = False
+    tasks: dict[Any, tuple[ShardTask, float]] = field(default_factory=dict)  # by ref of run(): the task and its begin
     solo: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
 
 
 class RayPool:
-    def __init__(self, job: JobConfig, model_path: str, spec: CacheSpec, plan_digest: str, size: int) -> None:
+    """Up to `size` actors of a job; see tasks.Pool. Call `connect` before."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        model_path: str,
+        spec: CacheSpec,
+        plan_digest: str,
+        size: int,
+        observe: Observe | None = None,
+    ) -> None:
         import ray as ray_module
 
         ray: Any = ray_module  # its stubs know neither max_concurrency nor actor methods
@@ -172,11 +210,10 @@ class RayPool:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = float(job.teacher.tensor_parallel) if has_gpus and job.teacher.engine != "noop" else 0.0
         self._gpus = gpus
-        self._weight = gpus or 1.0  # without GPUs the budget counts teachers
         self._journal: Any = ray.remote(num_cpus=0, max_restarts=3)(JournalActor).remote()
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
         self._actor_class = ray.remote(
-            num_cpus=job.teacher.cpus_per_actor,
+            num_cpus=CPUS_PER_ACTOR,
             num_gpus=gpus,
             max_restarts=0,
             max_concurrency=job.run.shards_per_actor + 2,
@@ -188,47 +225,54 @@ class RayPool:
             plan_digest,
             self._journal,
             env,
+            observe,
         )
-        self._members: list[_Member] = []
+        self._actors: list[_Actor] = []
         self._deaths = 0
-        self._failed_starts = 0  # in a row
+        self._judge = StartJudge(size)
+        self._meter = GpuMeter(gpus)
+        self._began = time.monotonic()
         self._next_start = 0.0
-        self._ever_ready = 0
-        self._gpu_seconds = 0.0
-        self._began = self._last_seen = time.monotonic()
         self._refill()
 
     def _refill(self) -> None:
-        while len(self._members) < self._size and time.monotonic() >= self._next_start:
+        while len(self._actors) < self._size and time.monotonic() >= self._next_start:
             handle = self._actor_class.remote(*self._arguments)
-            self._members.append(_Member(handle, handle.start.remote(), time.monotonic()))
+            self._actors.append(_Actor(handle, handle.start.remote()))
+
+    def _ready(self) -> list[_Actor]:
+        return [a for a in self._actors if a.ready]
 
     # -- the driver's side ---------------------------------------------------------------------------------------
 
     def free_slots(self) -> int:
-        return sum(self._room(m) for m in self._members)
+        """Return how many tasks can be submitted now."""
+        return sum(self._room(a) for a in self._actors)
 
-    def _room(self, member: _Member) -> int:
-        if member.ready_at is None or member.solo:
+    def _room(self, actor: _Actor) -> int:
+        if not actor.ready or actor.solo:
             return 0
-        return self._job.run.shards_per_actor - len(member.tasks)
+        return self._job.run.shards_per_actor - len(actor.tasks)
 
     def submit(self, task: ShardTask, solo: bool = False) -> bool:
-        candidates = [m for m in self._members if self._room(m) > 0 and not (solo and m.tasks)]
+        """Start a task on the actor with the fewest; `solo` on one without any. False where there is none."""
+        candidates = [a for a in self._actors if self._room(a) > 0 and not (solo and a.tasks)]
         if not candidates:
             return False
-        member = min(candidates, key=lambda m: len(m.tasks))
-        member.solo = solo
-        member.tasks[member.handle.run.remote(task)] = (task, time.monotonic())
+        actor = min(candidates, key=lambda a: len(a.tasks))
+        actor.solo = solo
+        actor.tasks[actor.handle.run.remote(task)] = (task, time.monotonic())
         return True
 
     def wait(self, timeout_s: float) -> list[Finished | Failed]:
-        self._account()
-        starting = {m.started: m for m in self._members if m.ready_at is None}
-        running = {ref: m for m in self._members for ref in m.tasks}
+        """Return what ended within `timeout_s`. Raises UsageError or TeacherCacheError where no actor can start."""
+        self._meter.advance(len(self._ready()))
+        starting = {a.started: a for a in self._actors if not a.ready}
+        running = {ref: a for a in self._actors for ref in a.tasks}
         refs = [*starting, *running]
         if not refs:
             time.sleep(min(timeout_s, 0.2))
+            self._refill()
             return []
         ready, _ = self._ray.wait(refs, num_returns=1, timeout=timeout_s)
         if ready and len(refs) > 1:  # take along everything else that is done
@@ -245,66 +289,44 @@ class RayPool:
         return events
 
     def _check_starts(self) -> None:
-        """Gives up where the cluster never had room for the least number of teachers."""
+        """Give up where the cluster never had room for an actor."""
         waited = time.monotonic() - self._began
-        ready = sum(m.ready_at is not None for m in self._members)
-        least = min(self._job.run.min_actors, self._size)
-        if self._ever_ready < least and ready < least and waited > self._job.run.actor_start_timeout_s:
+        if not self._judge.started and waited > self._job.run.actor_start_timeout_s:
             have = {k: v for k, v in self._ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise TeacherCacheError(
-                f"expected at least {least} teachers after {waited:.0f} s, found {ready}: each needs "
-                f"{self._job.teacher.cpus_per_actor} CPU and {self._gpus} GPU, the cluster has {have}"
+                f"expected at least one actor after {waited:.0f} s, found none: each needs {CPUS_PER_ACTOR:g} CPU and "
+                f"{self._gpus:g} GPU, the cluster has {have}"
             )
 
-    def _settle_start(self, member: _Member) -> None:
+    def _settle_start(self, actor: _Actor) -> None:
         try:
-            member.info = self._ray.get(member.started)
+            info = self._ray.get(actor.started)
         except Exception as error:
             cause = getattr(error, "cause", None) or error
-            self._members.remove(member)
-            self._ray.kill(member.handle)
-            self._failed_starts += 1
-            self._next_start = time.monotonic() + min(LONGEST_START_PAUSE_S, 2.0**self._failed_starts)
-            self._judge_start(cause)
+            self._actors.remove(actor)
+            self._ray.kill(actor.handle)
+            pause = self._judge.fail(cause, others_ready=bool(self._ready()))
+            logger.warning("an actor did not start: %s", " ".join(str(cause).split())[-600:])
+            self._next_start = time.monotonic() + pause
             return
-        self._gpu_seconds += self._weight * float(member.info.get("start_seconds", 0.0))
-        member.ready_at = time.monotonic()
-        self._ever_ready += 1
-        self._failed_starts = 0
+        self._meter.add_start(float(info.get("start_seconds", 0.0)))
+        actor.ready = True
+        self._judge.succeed()
 
-    def _judge_start(self, cause: BaseException) -> None:
-        """Raises where no start can help.  A job that has teachers, or had, outlives one bad node or a store's outage."""
-        text = " ".join(str(cause).split())[-600:]
-        if not self._ever_ready:
-            if isinstance(cause, UsageError):
-                raise UsageError(str(cause)) from cause
-            hopeless = isinstance(cause, TeacherCacheError) and not isinstance(cause, StoreUnavailable)
-        else:
-            hopeless = False
-        others = any(m.ready_at is not None for m in self._members)
-        limit = STARTS_BEFORE_GIVING_UP * (self._size if self._ever_ready else 1)
-        if isinstance(cause, StoreUnavailable):
-            limit = STORE_STARTS_BEFORE_GIVING_UP * self._size
-        if hopeless or (self._failed_starts >= limit and not others):
-            raise TeacherCacheError(f"no teacher could be started ({self._failed_starts} tries): {text}") from cause
-        logger.warning("a teacher did not start: %s", text)
-
-    def _settle_task(self, member: _Member, ref: Any) -> list[Finished | Failed]:
-        task, _ = member.tasks.pop(ref)
+    def _settle_task(self, actor: _Actor, ref: Any) -> list[Finished | Failed]:
+        task, _ = actor.tasks.pop(ref)
+        event: Finished | Failed
         try:
-            receipt = self._ray.get(ref)
+            event = Finished(task, self._ray.get(ref))
         except self._ray.exceptions.RayTaskError as error:
-            kind, message, suspects, code = classify(getattr(error, "cause", None) or error)
-            failed = Failed(task, kind, message, suspects, code)
-            return [failed, *self._bury(member, message)] if kind == "died" else self._free(member, [failed])
+            event = Failed.of(task, getattr(error, "cause", None) or error)
+            if event.kind == "died":
+                return [event, *self._drop_actor(actor, event.message)]
         except self._ray.exceptions.RayActorError as error:
-            message = "the teacher's process died: " + " ".join(str(error).split())[:300]
-            return [self._lost(task, message), *self._bury(member, message)]
-        return self._free(member, [Finished(task, receipt)])
-
-    def _free(self, member: _Member, events: list[Finished | Failed]) -> list[Finished | Failed]:
-        member.solo = member.solo and bool(member.tasks)
-        return events
+            message = "the actor's process died: " + " ".join(str(error).split())[:300]
+            return [self._lost(task, message), *self._drop_actor(actor, message)]
+        actor.solo = actor.solo and bool(actor.tasks)
+        return [event]
 
     def _lost(self, task: ShardTask, message: str) -> Failed:
         suspects: tuple[int, ...] = ()
@@ -315,68 +337,52 @@ class RayPool:
                 logger.warning("journal not available: %s", error)
         return Failed(task, "died", message, suspects)
 
-    def _bury(self, member: _Member, message: str) -> list[Finished | Failed]:
-        """Forgets an actor; what else it was doing is lost with it."""
+    def _drop_actor(self, actor: _Actor, message: str) -> list[Finished | Failed]:
+        """Forget an actor; what else it was doing is lost with it."""
         self._deaths += 1
-        if member in self._members:
-            self._members.remove(member)
+        if actor in self._actors:
+            self._actors.remove(actor)
         lost: list[Finished | Failed] = []
-        for ref, (task, _) in member.tasks.items():
+        for ref, (task, _) in actor.tasks.items():
             done, _ = self._ray.wait([ref], timeout=0.5)
-            try:  # it may have finished in the same moment, or know its own suspects
+            try:  # it may have finished in the same moment, or know its suspects
                 lost.append(Finished(task, self._ray.get(ref)) if done else self._lost(task, message))
             except self._ray.exceptions.RayTaskError as error:
-                kind, text, suspects, code = classify(getattr(error, "cause", None) or error)
-                lost.append(Failed(task, kind, text, suspects, code))
+                lost.append(Failed.of(task, getattr(error, "cause", None) or error))
             except Exception:
                 lost.append(self._lost(task, message))
-        member.tasks.clear()
-        self._ray.kill(member.handle)
+        actor.tasks.clear()
+        self._ray.kill(actor.handle)
         return lost
 
     def _time_out(self) -> list[Finished | Failed]:
         events: list[Finished | Failed] = []
-        now = time.monotonic()
-        for member in list(self._members):
-            if member.ready_at is None:
+        now, run = time.monotonic(), self._job.run
+        for actor in self._ready():
+            late = [task for task, began in actor.tasks.values() if now - began > time_limit_s(run, task)]
+            if not late:
                 continue
-            late = [t for t, began in member.tasks.values() if now - began > self._patience_s(t)]
-            if late:
-                limit = max(map(self._patience_s, late))
-                events += [
-                    Failed(
-                        f.task, "timeout" if f.task in late else "died", f"no result after {limit:.0f} s", f.suspects
-                    )
-                    if isinstance(f, Failed)
-                    else f
-                    for f in self._bury(member, "the teacher was ended because a shard took too long")
-                ]
+            message = f"no result after {max(time_limit_s(run, task) for task in late):.0f} s"
+            for event in self._drop_actor(actor, message):
+                if isinstance(event, Failed):
+                    event.kind, event.message = ("timeout" if event.task in late else "died"), message
+                events.append(event)
         return events
 
-    def _patience_s(self, task: ShardTask) -> float:
-        """The watchdog's limit: that of the job file, longer for a shard that could not be cut to size."""
-        run = self._job.run
-        return run.shard_timeout_s * max(1.0, task.shard.estimated_tokens / run.shard_tokens)
-
-    def _account(self) -> None:
-        now = time.monotonic()
-        live = sum(1 for m in self._members if m.ready_at is not None)
-        self._gpu_seconds += live * self._weight * (now - self._last_seen)
-        self._last_seen = now
-
     def state(self) -> PoolState:
-        ready = [m for m in self._members if m.ready_at is not None]
+        """Return the counts of actors and the GPU-seconds so far."""
+        ready = len(self._ready())
         return PoolState(
             wanted=self._size,
-            ready=len(ready),
-            starting=len(self._members) - len(ready),
+            ready=ready,
+            starting=len(self._actors) - ready,
             deaths=self._deaths,
-            gpu_seconds=self._gpu_seconds,
+            gpu_seconds=self._meter.seconds,
         )
 
     def worker_states(self, timeout_s: float = 2.0) -> list[dict[str, Any]]:
-        """Asks the actors; those that do not answer in time are left out."""
-        refs = [m.handle.state.remote() for m in self._members if m.ready_at is not None]
+        """Return what the actors report of themselves, without those that do not answer in time."""
+        refs = [a.handle.state.remote() for a in self._ready()]
         done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         states = []
         for ref in done:
@@ -387,7 +393,8 @@ class RayPool:
         return states
 
     def close(self) -> None:
-        for member in self._members:
-            self._ray.kill(member.handle)
+        """Kill all actors."""
+        for actor in self._actors:
+            self._ray.kill(actor.handle)
         self._ray.kill(self._journal)
-        self._members.clear()
+        self._actors.clear()

@@ -1,7 +1,7 @@
 """Where a worker builds its files before they are uploaded, and what killed workers left there.
 
 A worker that is killed (a spot notice, `ray job stop`, the OOM killer) cannot tidy up, and half a gigabyte a shard fills
-the disk of a node that lives for weeks.  Each worker holds a lock on its folder while it lives; whoever starts next on
+the disk of a node that lives for weeks. Each worker holds a lock on its folder while it lives; whoever starts next on
 the machine removes the folders that nobody holds.
 """
 
@@ -33,7 +33,7 @@ class Scratch:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Removes the folders of workers that are gone; returns them.  One whose lock cannot be looked at is left alone."""
+    """Removes the folders of workers that are gone; returns them. One whose lock cannot be looked at is left alone."""
     gone = []
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):  # a folder that is being made has no lock yet, and stays
         try:

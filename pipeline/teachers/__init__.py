@@ -7,7 +7,7 @@ from pipeline.teachers.base import Teacher
 
 
 def start_teacher(config: TeacherConfig, model_path: str, vocab_size: int) -> Teacher:
-    """Starts the teacher that the job file asks for.  `model_path` is a local folder, `vocab_size` the tokenizer's."""
+    """Start the teacher that the job file names. `model_path` is a local folder, `vocab_size` the tokenizer's."""
     if config.engine == "vllm":
         from pipeline.teachers.vllm_teacher import VllmTeacher
 

@@ -1,4 +1,4 @@
-"""What every teacher does: inputs are submitted, rows are collected as they finish; and the checks on every input.
+"""The interface of every teacher: inputs are submitted, rows are collected as they finish; and the checks on them.
 
 The interface is asynchronous in the plainest way, because an engine with continuous batching is only fast while
 inputs wait inside it: `submit` never blocks, `collect` is one step of the engine, and more may be submitted between.
@@ -7,39 +7,20 @@ inputs wait inside it: `submit` never blocks, `collect` is one step of the engin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeline.config import GenerateConfig
+from pipeline.errors import RowsInvalid
 from teachercache.errors import TeacherCacheError
 from teachercache.format.record import tail_from_logprobs
 
 
-class RowsInvalid(TeacherCacheError):
-    """An input's rows break an invariant; `reason` is a slug."""
-
-    code = "TC-E311"
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class EngineDied(TeacherCacheError):
-    """The engine is gone; the process that holds it must end.  `suspects` are the keys that were inside it."""
-
-    code = "TC-E312"
-
-    def __init__(self, message: str, suspects: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.suspects = tuple(suspects)
-
-
 @dataclass(slots=True)
-class TeacherRows:
+class EngineRows:
     """Rows of one input at its row positions: K ids and log-probabilities, descending, tail and target.
 
     topk_ids int32 [r, K]; topk_logprobs float32 [r, K]; tail_logprob float32 [r]; target_logprob float32 [r],
@@ -57,8 +38,17 @@ class Scored:
     """A finished input: its rows, or why there are none."""
 
     key: int
-    rows: TeacherRows | None
+    rows: EngineRows | None
     error: RowsInvalid | None = None
+
+
+@dataclass(slots=True)
+class PendingInput:
+    """An input inside a teacher: input_ids int32 [n], row_pos int32 [r]."""
+
+    key: int
+    input_ids: np.ndarray
+    row_pos: np.ndarray
 
 
 @dataclass(slots=True)
@@ -82,39 +72,44 @@ class Generated:
 
 
 class Teacher(ABC):
-    """One running teacher.  Not thread-safe: one thread owns it."""
+    """One running teacher. Not thread-safe: one thread owns it."""
 
     top_k: int
     provenance: dict[str, Any]  # engine version, path that makes rows, hardware: written into commits
 
     @abstractmethod
     def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
-        """Hands an input over: input_ids int32 [n], row_pos int32 [r].  Raises EngineDied."""
+        """Take an input: input_ids int32 [n], row_pos int32 [r]. Raises EngineDied."""
 
     @abstractmethod
     def collect(self) -> list[Scored]:
-        """Advances the engine by one step and returns the inputs that finished, often none.  Raises EngineDied."""
+        """Advance the engine by one step and return the inputs that finished, often none. Raises EngineDied."""
 
     @abstractmethod
     def pending(self) -> int:
-        """Inputs inside."""
+        """Return the number of inputs inside."""
 
     def accelerate(self) -> None:  # noqa: B027  (most teachers have nothing to switch on)
-        """Switches on what changes how rows are made inside the engine; the canary compares before and after."""
+        """Switch on what changes how rows are made inside the engine; the canary compares before and after."""
 
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
     ) -> list[Generated]:
-        """Continuations, each ended by the teacher's own end tokens or one of `stop_ids`.  Called with nothing pending."""
+        """Return continuations, ended by the teacher's end tokens or one of `stop_ids`. Called with nothing pending."""
         raise TeacherCacheError(f"{type(self).__name__} cannot generate; use engine vllm or hf")
 
     def close(self) -> None:  # noqa: B027
-        """Frees the engine."""
+        """Free the engine."""
 
     def score(self, inputs: Sequence[np.ndarray]) -> list[Scored]:
-        """All rows of a few inputs, in order: what tests and the canary use."""
+        """Return all rows of a few inputs, in order: for tests and the canary."""
+        return self._score(inputs, self.submit)
+
+    def _score(
+        self, inputs: Sequence[np.ndarray], submit: Callable[[int, np.ndarray, np.ndarray], None]
+    ) -> list[Scored]:
         for key, ids in enumerate(inputs):
-            self.submit(key, ids, np.arange(len(ids), dtype=np.int32))
+            submit(key, ids, np.arange(len(ids), dtype=np.int32))
         found: dict[int, Scored] = {}
         while self.pending():
             found.update((scored.key, scored) for scored in self.collect())
@@ -123,12 +118,12 @@ class Teacher(ABC):
 
 def rows_from_columns(
     input_ids: np.ndarray, row_pos: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, top_k: int, vocab_size: int
-) -> TeacherRows:
-    """Checks an engine's answer for one input and takes the wanted rows.
+) -> EngineRows:
+    """Return the wanted rows of an engine's answer for one input, checked.
 
     input_ids int32 [n]; ids int [n, 1+K], logprobs float32 [n, 1+K]: column 0 is the token that really follows (in the
-    last row whatever the engine sampled), columns 1..K the top-K.  Entries keep their columns: ranks collide at ties.
-    Raises RowsInvalid.  Cost: about 2 µs a row at K = 100.
+    last row whatever the engine sampled), columns 1..K the top-K. Entries keep their columns: ranks collide at ties.
+    Raises RowsInvalid. Cost: about 2 µs a row at K = 100.
     """
     n = len(input_ids)
     if ids.shape != (n, top_k + 1) or logprobs.shape != ids.shape:
@@ -157,7 +152,7 @@ def rows_from_columns(
         )
     if len(row_pos) and row_pos[-1] == n - 1:
         target[-1] = np.nan
-    return TeacherRows(
+    return EngineRows(
         topk_ids=np.ascontiguousarray(top_ids, dtype=np.int32),
         topk_logprobs=np.ascontiguousarray(top, dtype=np.float32),
         tail_logprob=tail_from_logprobs(top),
@@ -165,11 +160,11 @@ def rows_from_columns(
     )
 
 
-@dataclass(slots=True)
-class Batch:
-    """Bookkeeping of an input inside a teacher."""
-
-    key: int
-    input_ids: np.ndarray
-    row_pos: np.ndarray
-    extra: dict[str, Any] = field(default_factory=dict)
+def scored_from_columns(
+    item: PendingInput, columns: Callable[[], tuple[np.ndarray, np.ndarray]], top_k: int, vocab_size: int
+) -> Scored:
+    """Return the rows of `columns()`, or the RowsInvalid that it or a check raised; see rows_from_columns."""
+    try:
+        return Scored(item.key, rows_from_columns(item.input_ids, item.row_pos, *columns(), top_k, vocab_size))
+    except RowsInvalid as error:
+        return Scored(item.key, None, error)

@@ -1,7 +1,7 @@
 """Before an actor takes work: does this engine, on this machine, in this version, give the rows it should?
 
 Three fixed texts are scored by the active path and by vLLM's public path, which must agree to the engine's own noise,
-and by transformers in float32 where the model is small enough to load beside the engine.  Costs a few seconds; an
+and by transformers in float32 where the model is small enough to load beside the engine. Costs a few seconds; an
 engine that is wrong for a day costs a day.
 """
 
@@ -14,8 +14,8 @@ import numpy as np
 from pipeline.config import TeacherConfig
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder
-from pipeline.teachers.base import Scored, Teacher, TeacherRows
-from teachercache.errors import TeacherCacheError
+from pipeline.errors import CanaryFailed
+from pipeline.teachers.base import EngineRows, Scored, Teacher
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
@@ -28,13 +28,7 @@ REFERENCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
 MISSING_MASS = 0.05
 
 
-class CanaryFailed(TeacherCacheError):
-    """The engine gives wrong rows; no work may be given to it."""
-
-    code = "TC-E313"
-
-
-def largest_drift(a: TeacherRows, b: TeacherRows, floor: float = 1e-3) -> float:
+def largest_drift(a: EngineRows, b: EngineRows, floor: float = 1e-3) -> float:
     """Largest |Δ log-probability| over ids in both top-K whose probability exceeds `floor`; inf when few are shared."""
     worst, shared, wanted = 0.0, 0, 0
     for ids_a, lp_a, ids_b, lp_b in zip(a.topk_ids, a.topk_logprobs, b.topk_ids, b.topk_logprobs, strict=True):
@@ -50,7 +44,7 @@ def largest_drift(a: TeacherRows, b: TeacherRows, floor: float = 1e-3) -> float:
     return worst if shared >= 0.95 * wanted else float("inf")
 
 
-def mean_drift(reference: TeacherRows, other: TeacherRows) -> float:
+def mean_drift(reference: EngineRows, other: EngineRows) -> float:
     """Mean over rows of Σ_k p_k |Δ log p_k| by the reference's p; inf where `other` misses more than 5 % of the mass.
 
     Weighted by probability, because bf16 weights move unlikely tokens by half a nat without being wrong.
@@ -82,7 +76,7 @@ def _canary_inputs(encoder: Encoder, limit: int) -> list[np.ndarray]:
     return inputs
 
 
-def _rows(teacher: Teacher, inputs: list[np.ndarray], public: bool = False) -> list[TeacherRows]:
+def _rows(teacher: Teacher, inputs: list[np.ndarray], public: bool = False) -> list[EngineRows]:
     if public:
         for key, ids in enumerate(inputs):
             teacher.submit_public(key, ids, np.arange(len(ids), dtype=np.int32))  # type: ignore[attr-defined]

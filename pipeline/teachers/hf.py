@@ -1,4 +1,4 @@
-"""The reference teacher: transformers, one input at a time, log-softmax in float32.  Slow and obviously right."""
+"""The reference teacher: transformers, one input at a time, log-softmax in float32. Slow and obviously right."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import (
-    Batch,
-    Generated,
-    Prompt,
-    RowsInvalid,
-    Scored,
-    Teacher,
-    rows_from_columns,
-)
+from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, scored_from_columns
 from teachercache.errors import UsageError
 
 
 class HfTeacher(Teacher):
+    """A model of transformers, on a GPU where there is one. Raises UsageError where the folder holds no such model."""
+
     def __init__(self, config: TeacherConfig, model_path: str, vocab_size: int) -> None:
         import torch
         import transformers
@@ -45,27 +39,25 @@ class HfTeacher(Teacher):
             "path": "hf",
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         }
-        self._queue: list[Batch] = []
+        self._queue: list[PendingInput] = []
 
     def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
-        self._queue.append(Batch(key, input_ids, row_pos))
+        """Queue an input; `collect` scores it."""
+        self._queue.append(PendingInput(key, input_ids, row_pos))
 
     def pending(self) -> int:
+        """Return the number of queued inputs."""
         return len(self._queue)
 
     def collect(self) -> list[Scored]:
+        """Score the oldest queued input."""
         if not self._queue:
             return []
-        batch = self._queue.pop(0)
-        ids, logprobs = self.columns(batch.input_ids)
-        try:
-            rows = rows_from_columns(batch.input_ids, batch.row_pos, ids, logprobs, self.top_k, self.vocab_size)
-        except RowsInvalid as error:
-            return [Scored(batch.key, None, error)]
-        return [Scored(batch.key, rows)]
+        item = self._queue.pop(0)
+        return [scored_from_columns(item, lambda: self.columns(item.input_ids), self.top_k, self.vocab_size)]
 
     def columns(self, input_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, logprobs), each [n, 1+K] with the token that follows in column 0; 512 rows of logits at a time."""
+        """Return (ids, logprobs), each [n, 1+K], column 0 the token that follows; 512 rows of logits at a time."""
         torch = self.torch
         with torch.inference_mode():
             ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.model.device)
@@ -95,6 +87,7 @@ class HfTeacher(Teacher):
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
     ) -> list[Generated]:
+        """Return continuations, one prompt at a time, each sampled from its seed."""
         torch, made = self.torch, []
         own = self.model.generation_config.eos_token_id
         ends = sorted({*([] if own is None else [own] if isinstance(own, int) else own), *stop_ids})

@@ -1,7 +1,7 @@
 """A teacher without a model: rows are a fixed function of the tokens, so tests can tell right rows from wrong ones.
 
 Row at position p: K distinct ids that start at a hash of (token, next token), and log-probabilities of a geometric
-distribution.  Faults can be asked for through engine_args, for tests of everything around the teacher:
+distribution. Faults can be asked for through engine_args, for tests of everything around the teacher:
     delay_s            sleep per collect
     poison             token id: an input that holds it makes the engine die
     nan                token id: an input that holds it gets NaN rows
@@ -14,24 +14,17 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import (
-    Batch,
-    EngineDied,
-    Generated,
-    Prompt,
-    RowsInvalid,
-    Scored,
-    Teacher,
-    rows_from_columns,
-)
+from pipeline.errors import EngineDied
+from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, scored_from_columns
 
 
 def expected_columns(input_ids: np.ndarray, top_k: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [n, 1+K], logprobs [n, 1+K]) that this teacher gives."""
+    """Return the (ids [n, 1+K], logprobs [n, 1+K]) that this teacher gives."""
     n = len(input_ids)
     following = np.append(input_ids[1:], 0).astype(np.int64)
     first = (input_ids.astype(np.int64) * 31 + 7) % vocab_size
@@ -47,6 +40,8 @@ def expected_columns(input_ids: np.ndarray, top_k: int, vocab_size: int) -> tupl
 
 
 class NoopTeacher(Teacher):
+    """Rows of `expected_columns`, of everything that is queued at each `collect`."""
+
     def __init__(self, config: TeacherConfig, vocab_size: int) -> None:
         self.top_k = min(config.top_k, vocab_size)
         self.vocab_size = vocab_size
@@ -54,42 +49,42 @@ class NoopTeacher(Teacher):
         args = dict(config.engine_args)
         self._delay_s = float(args.pop("delay_s", 0.0))
         self._poison = args.pop("poison", None)
-        self._nan = args.pop("nan", None)
+        self.nan = args.pop("nan", None)
         self._kills = bool(args.pop("poison_kills", False))
-        self._queue: list[Batch] = []
+        self.queue: list[PendingInput] = []
 
     def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
-        self._queue.append(Batch(key, input_ids, row_pos))
+        """Queue an input."""
+        self.queue.append(PendingInput(key, input_ids, row_pos))
 
     def collect(self) -> list[Scored]:
-        if not self._queue:
+        """Score everything that is queued, with the faults that engine_args ask for."""
+        if not self.queue:
             return []
         if self._delay_s:
             time.sleep(self._delay_s)
-        if self._poison is not None and any((b.input_ids == self._poison).any() for b in self._queue):
+        if self._poison is not None and any((b.input_ids == self._poison).any() for b in self.queue):
             if self._kills:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise EngineDied("noop: an input holds the poisonous token", [b.key for b in self._queue])
-        done, self._queue = self._queue, []
-        return [self._rows(batch) for batch in done]
+            raise EngineDied("noop: an input holds the poisonous token", [b.key for b in self.queue])
+        done, self.queue = self.queue, []
+        return [scored_from_columns(item, partial(self.columns, item), self.top_k, self.vocab_size) for item in done]
 
-    def _rows(self, batch: Batch) -> Scored:
-        ids, logprobs = expected_columns(batch.input_ids, self.top_k, self.vocab_size)
-        if self._nan is not None and (batch.input_ids == self._nan).any():
+    def columns(self, item: PendingInput) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, logprobs), each [n, 1+K], NaN where the input holds the token of fault `nan`."""
+        ids, logprobs = expected_columns(item.input_ids, self.top_k, self.vocab_size)
+        if self.nan is not None and (item.input_ids == self.nan).any():
             logprobs[:] = np.nan
-        try:
-            rows = rows_from_columns(batch.input_ids, batch.row_pos, ids, logprobs, self.top_k, self.vocab_size)
-        except RowsInvalid as error:
-            return Scored(batch.key, None, error)
-        return Scored(batch.key, rows)
+        return ids, logprobs
 
     def pending(self) -> int:
-        return len(self._queue)
+        """Return the number of queued inputs."""
+        return len(self.queue)
 
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
     ) -> list[Generated]:
-        """Up to five tokens that depend on the prompt's last one and the seed; even seeds then write a stop id."""
+        """Return up to five tokens made of the prompt's last one and the seed; even seeds then write a stop id."""
         made = []
         for prompt in prompts:
             first = int(prompt.ids[-1]) + 1 + prompt.seed

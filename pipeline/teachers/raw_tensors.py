@@ -2,11 +2,11 @@
 
 vLLM's front end turns a [n, 1+K] tensor into n·(1+K) Python floats, ints and ranks on one core; at K = 100 that caps a
 process at 48 thousand tokens/s (flat lists) or 6 thousand (dictionaries), below an H200's prefill of a small teacher.
-`LogprobsProcessor` is the one place where that happens.  `install` wraps three of its methods: a request that carries
+`LogprobsProcessor` is the one place where that happens. `install` wraps three of its methods: a request that carries
 FLAG in `SamplingParams.extra_args` gets RawRows objects, every other request is untouched.
 
-Bound by name to internals that have been the same from 0.26 to 0.32; `unsupported` looks for each of them, and callers
-then use the public path.  The canary compares both at every start.
+Bound by name to internals of vLLM 0.26 to 0.32; `unsupported` looks for each of them, and callers
+then use the public path. The canary compares both at every start.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.teachers.base import RowsInvalid
+from pipeline.errors import RowsInvalid
 
 FLAG = "teachercache_raw"
 
 
 class RawRows:
-    """Pieces of (ids, logprobs) as they arrive; [r, 1+K] each.  Looks empty to vLLM's own code."""
+    """Pieces of (ids, logprobs) as they arrive; [r, 1+K] each. Looks empty to vLLM's own code."""
 
     __slots__ = ("ids", "logprobs")
 
@@ -30,11 +30,12 @@ class RawRows:
         self.logprobs: list[Any] = []
 
     def add(self, ids: Any, logprobs: Any) -> None:
+        """Keep a piece, [n, 1+K] each."""
         self.ids.append(ids)
         self.logprobs.append(logprobs)
 
     def arrays(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [r, width], logprobs float32 [r, width])."""
+        """Return (ids int32 [r, width], logprobs float32 [r, width]). Raises RowsInvalid where a piece is narrower."""
         if not self.ids:
             return np.empty((0, width), np.int32), np.empty((0, width), np.float32)
         ids = [np.asarray(piece)[:, :width] for piece in self.ids]
@@ -48,7 +49,7 @@ class RawRows:
 
 
 def unsupported() -> str | None:
-    """Why this vLLM has no fast path, or None."""
+    """Return why this vLLM has no fast path, or None."""
     try:
         from vllm.v1.engine import EngineCoreOutput
         from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -64,7 +65,7 @@ def unsupported() -> str | None:
 
 
 def install() -> None:
-    """Wraps LogprobsProcessor; harmless when called twice."""
+    """Wrap LogprobsProcessor; harmless when called twice."""
     from vllm.v1.engine import logprobs
 
     LogprobsProcessor: Any = logprobs.LogprobsProcessor

@@ -1,14 +1,14 @@
 """Rows from logits in the worker: top-K, log-partition and target while the logits are read once.
 
 `torch.topk` of 100 out of 128,256 float32 logits takes 1.4 µs a row on an H200, where one pass over the row is 0.13 µs,
-and vLLM then reads the row three times more (maximum, sum of exponentials, rank of the target).  Here:
+and vLLM then reads the row three times more (maximum, sum of exponentials, rank of the target). Here:
 
 1. one Triton pass over the row: the maximum of each group of 32 logits, and the log-partition (online, float32);
 2. `torch.topk` over the 4,008 group maxima: every one of the K largest logits lies in one of the K groups with the
    largest maxima (a group outside them has K elements at least as large before it);
 3. gather those K·32 candidates, `torch.topk` over them.
 
-Exact up to the order among equal logits.  The plain twin is `reference_row_top_k`; a test holds them together.
+Exact up to the order among equal logits. The plain twin is `reference_row_top_k`; a test holds them together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError:  # a CPU machine: the groups are then formed by torch
 
 
 def reference_row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [N, V], target int [N] → (ids int32 [N, 1+k], logprobs float32 [N, 1+k]); column 0 is the target."""
+    """Return (ids int32 [N, 1+k], logprobs float32 [N, 1+k]) of logits [N, V]; column 0 is target, int [N]."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     top = torch.topk(logprobs, k, dim=-1)
     first = target.long()[:, None]
@@ -36,7 +36,7 @@ def reference_row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> t
 
 
 def row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as reference_row_top_k.  Memory beyond the logits: N·(V/32 + 33·k)·4 bytes."""
+    """Return the same as reference_row_top_k. Memory beyond the logits: N·(V/32 + 33·k)·4 bytes."""
     values, ids, lse = select(logits, k)
     first = target.long()[:, None]
     values = torch.cat([logits.gather(1, first).float(), values], dim=1) - lse[:, None]
@@ -44,7 +44,7 @@ def row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor) -> tuple[torch
 
 
 def select(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits [N, V] → (the k largest, float32 [N, k], descending; their ids int64 [N, k]; log-partition float32 [N])."""
+    """Return the k largest of logits [N, V] (float32 [N, k], descending), their ids (int64 [N, k]), log-partition [N]."""
     vocab = logits.shape[1]
     if k * GROUP * 2 > vocab:
         top = torch.topk(logits.float(), k, dim=-1)

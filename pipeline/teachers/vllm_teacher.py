@@ -10,27 +10,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers import worker_topk
-from pipeline.teachers.base import (
-    Batch,
-    EngineDied,
-    Generated,
-    Prompt,
-    RowsInvalid,
-    Scored,
-    Teacher,
-    rows_from_columns,
-)
+from pipeline.errors import EngineDied, RowsInvalid
+from pipeline.teachers import raw_tensors, worker_topk
+from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, scored_from_columns
 from teachercache.errors import UsageError
 
 
 def _columns_of_flat(flat: Any, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """FlatLogprobs → (ids int32 [r, width], logprobs float32 [r, width]) of the positions from `first` on."""
+    """Return (ids int32 [r, width], logprobs float32 [r, width]) of the positions from `first` on."""
     begin = flat.start_indices[first] if first < len(flat.start_indices) else len(flat.token_ids)
     ids = np.asarray(flat.token_ids[begin:], dtype=np.int32)
     logprobs = np.asarray(flat.logprobs[begin:], dtype=np.float32)
@@ -46,7 +39,7 @@ def _dead_error() -> tuple[type[BaseException], ...]:
 
 
 def prepare_environment(config: TeacherConfig) -> None:
-    """Variables that must stand before vLLM is imported."""
+    """Set the variables that vLLM reads when it is imported."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -55,20 +48,20 @@ def prepare_environment(config: TeacherConfig) -> None:
 
 
 class VllmTeacher(Teacher):
+    """vLLM's `LLM` in this process, tensor-parallel inside the node. Raises UsageError where it cannot load the model."""
+
     def __init__(self, config: TeacherConfig, model_path: str, vocab_size: int) -> None:
         prepare_environment(config)
         import vllm
         from vllm import LLM, SamplingParams
-
-        from pipeline.teachers import raw_tensors
 
         self.top_k, self.vocab_size = config.top_k, vocab_size
         self._config = config
         reason = raw_tensors.unsupported()
         if config.fast_path == "require" and reason:
             raise UsageError(f"teacher.fast_path is `require`, but this vLLM ({vllm.__version__}) has none: {reason}")
-        self.fast = config.fast_path != "off" and reason is None
-        if self.fast:
+        fast = config.fast_path != "off" and reason is None
+        if fast:
             raw_tensors.install()
         try:
             self._arguments = engine_arguments(config, model_path)
@@ -84,56 +77,58 @@ class VllmTeacher(Teacher):
             "detokenize": False,
             "flat_logprobs": True,
         }
-        flagged: dict[str, Any] = {"extra_args": {raw_tensors.FLAG: True}} if self.fast else {}
+        flagged: dict[str, Any] = {"extra_args": {raw_tensors.FLAG: True}} if fast else {}
         self._sampling = SamplingParams(**common, **flagged)
         self._public_sampling = SamplingParams(**common)
         self._dead = _dead_error()
-        self._inside: dict[str, Batch] = {}
+        self._inside: dict[str, PendingInput] = {}
         self._serial = 0
         self.provenance = {
             "engine": f"vllm {vllm.__version__}",
-            "path": "raw" if self.fast else "flat",
+            "path": "raw" if fast else "flat",
             "fast_path_missing": reason,
             "device": _device_name(),
             "tensor_parallel": config.tensor_parallel,
         }
 
     def accelerate(self) -> None:
-        """Takes the rows in the worker where this release and this machine allow it."""
-        choice = self._config.worker_top_k
-        if choice == "off":
+        """Take the rows in vLLM's worker where the job file, this release and this machine allow it."""
+        if self._config.fast_path == "off":
             return
         if "worker_extension_cls" not in self._arguments:
-            answers = ["no CUDA device"]
-        else:
-            answers = [str(a) for a in self.llm.collective_rpc("teachercache_install")]
+            self.provenance["worker_top_k"] = "no CUDA device"
+            return
+        answers = [str(a) for a in self.llm.collective_rpc("teachercache_install")]
         missing = next((a for a in answers if not a.startswith(worker_topk.ACTIVE)), None)
-        if missing and choice == "require":
-            raise UsageError(f"teacher.worker_top_k is `require`, but it cannot be had: {missing}")
+        if missing and self._config.fast_path == "require":
+            raise UsageError(f"teacher.fast_path is `require`, but the worker's top-K cannot be had: {missing}")
         self.provenance["worker_top_k"] = missing or answers[0]
 
     # -- the interface -------------------------------------------------------------------------------------------
 
     def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
-        self._submit(Batch(key, input_ids, row_pos), self._sampling)
+        """Add a request to the engine."""
+        self._submit(PendingInput(key, input_ids, row_pos), self._sampling)
 
     def submit_public(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
-        """The same by the public path, whatever path is active: for the canary and for tests."""
-        self._submit(Batch(key, input_ids, row_pos), self._public_sampling)
+        """Add a request that takes vLLM's public path, whatever path is active: for the canary and for tests."""
+        self._submit(PendingInput(key, input_ids, row_pos), self._public_sampling)
 
-    def _submit(self, batch: Batch, sampling: Any) -> None:
+    def _submit(self, item: PendingInput, sampling: Any) -> None:
         self._serial += 1
         name = str(self._serial)
         try:
-            self.engine.add_request(name, {"prompt_token_ids": batch.input_ids.tolist()}, sampling)
+            self.engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, sampling)
         except self._dead as error:
             raise EngineDied(f"vLLM's engine died: {error}", self._suspects()) from error
-        self._inside[name] = batch
+        self._inside[name] = item
 
     def pending(self) -> int:
+        """Return the number of requests inside."""
         return len(self._inside)
 
     def collect(self) -> list[Scored]:
+        """Run one step of the engine and return the requests that it finished."""
         if not self._inside:
             return []
         try:
@@ -141,38 +136,19 @@ class VllmTeacher(Teacher):
         except self._dead as error:
             raise EngineDied(f"vLLM's engine died: {error}", self._suspects()) from error
         finished = [(self._inside.pop(o.request_id, None), o) for o in outputs if o.finished]
-        return [self._scored(batch, output) for batch, output in finished if batch is not None]
+        return [
+            scored_from_columns(item, partial(columns_of, output, self.top_k), self.top_k, self.vocab_size)
+            for item, output in finished
+            if item is not None
+        ]
 
     def _suspects(self) -> list[int]:
-        return [batch.key for batch in self._inside.values()]
-
-    def _scored(self, batch: Batch, output: Any) -> Scored:
-        try:
-            ids, logprobs = self.columns(output)
-            rows = rows_from_columns(batch.input_ids, batch.row_pos, ids, logprobs, self.top_k, self.vocab_size)
-        except RowsInvalid as error:
-            return Scored(batch.key, None, error)
-        return Scored(batch.key, rows)
-
-    def columns(self, output: Any) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, logprobs), each [n, 1+K], of a finished request by whichever path it took."""
-        from pipeline.teachers import raw_tensors
-
-        width = self.top_k + 1
-        completion = output.outputs[0]
-        if output.prompt_logprobs is None or completion.logprobs is None:
-            raise RowsInvalid("no_rows", f"the engine gave no log-probabilities (finish: {completion.finish_reason})")
-        if isinstance(output.prompt_logprobs, raw_tensors.RawRows):
-            first, first_lp = output.prompt_logprobs.arrays(width)
-            last, last_lp = completion.logprobs.arrays(width)
-        else:
-            first, first_lp = _columns_of_flat(output.prompt_logprobs, 1, width)
-            last, last_lp = _columns_of_flat(completion.logprobs, 0, width)
-        return np.concatenate([first, last[:1]]), np.concatenate([first_lp, last_lp[:1]])
+        return [item.key for item in self._inside.values()]
 
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
     ) -> list[Generated]:
+        """Return continuations of all prompts, decoded together."""
         from vllm import SamplingParams
 
         params = [
@@ -201,13 +177,29 @@ class VllmTeacher(Teacher):
         return [] if end is None else [end] if isinstance(end, int) else list(end)
 
     def close(self) -> None:
+        """Shut the engine's processes down."""
         core = getattr(self.engine, "engine_core", None)
         if core is not None and hasattr(core, "shutdown"):
             core.shutdown()
 
 
+def columns_of(output: Any, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, logprobs), each [n, 1+K], of a finished request, whichever path it took. Raises RowsInvalid."""
+    width = top_k + 1
+    completion = output.outputs[0]
+    if output.prompt_logprobs is None or completion.logprobs is None:
+        raise RowsInvalid("no_rows", f"the engine gave no log-probabilities (finish: {completion.finish_reason})")
+    if isinstance(output.prompt_logprobs, raw_tensors.RawRows):
+        first, first_lp = output.prompt_logprobs.arrays(width)
+        last, last_lp = completion.logprobs.arrays(width)
+    else:
+        first, first_lp = _columns_of_flat(output.prompt_logprobs, 1, width)
+        last, last_lp = _columns_of_flat(completion.logprobs, 0, width)
+    return np.concatenate([first, last[:1]]), np.concatenate([first_lp, last_lp[:1]])
+
+
 def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; the job file's engine_args win, except over what rows depend on."""
+    """Return the arguments of `vllm.LLM`; the job file's engine_args win, except over what rows depend on."""
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False,  # a cached prefix has no prompt log-probabilities
         "disable_log_stats": True,
@@ -217,9 +209,9 @@ def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
     arguments.update(config.engine_args)
     overrides = dict(arguments.pop("hf_overrides", {}))
     overrides["head_dtype"] = config.head_dtype
-    if config.tensor_parallel > 1:  # inside a Ray actor vLLM would otherwise ask Ray for placement groups of its own
+    if config.tensor_parallel > 1:  # inside a Ray actor vLLM would otherwise ask Ray for placement groups
         arguments.setdefault("distributed_executor_backend", "mp")
-    if config.worker_top_k != "off" and _has_cuda():
+    if config.fast_path != "off" and _has_cuda():
         arguments["worker_extension_cls"] = worker_topk.QUALIFIED_NAME
     arguments.update(
         model=model_path,
@@ -234,7 +226,7 @@ def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
 
 
 def _has_cuda() -> bool:
-    """Without initialising CUDA here: vLLM's workers are forked."""
+    """Return whether there is a GPU, without initialising CUDA: vLLM's workers are forked."""
     import torch
 
     return torch.cuda.device_count() > 0

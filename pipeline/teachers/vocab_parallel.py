@@ -1,10 +1,10 @@
 """Top-K of a vocabulary that is split over the ranks of a tensor-parallel teacher, without gathering the logits.
 
 vLLM gathers [N, V] float32 logits on every rank before it takes a top-K: 0.5 MB a token of traffic for 808 bytes of
-answer, and then every rank passes over all V.  Here each rank takes the top-K and the log-partition of its own slice
-(shard_top_k), one all-gather moves 2·K + 2 numbers a row, and every rank merges (merge_shards).  Exact: the K largest
-of V are among the K largest of each slice, and log-partitions add up.  Work per rank is that of V / ranks logits, but
-for the merge.  The plain twin is topk.reference_row_top_k over the whole row; a test holds them together.
+answer, and then every rank passes over all V. Here each rank takes the top-K and the log-partition of its own slice
+(shard_top_k), one all-gather moves 2·K + 2 numbers a row, and every rank merges (merge_shards). Exact: the K largest
+of V are among the K largest of each slice, and log-partitions add up. Work per rank is that of V / ranks logits, but
+for the merge. The plain twin is topk.reference_row_top_k over the whole row; a test holds them together.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ AllGather = Callable[[torch.Tensor], torch.Tensor]  # [N, C] of each rank → [r
 
 
 def splits_evenly(width: int, ranks: int, vocab: int, k: int) -> bool:
-    """Whether slices of `width` logits cover `vocab` in order, each of them holding at least k real ones."""
+    """Return whether slices of `width` logits cover `vocab` in order, each with at least k real ones."""
     return (ranks - 1) * width + k <= vocab <= ranks * width
 
 
 def shard_top_k(logits: torch.Tensor, k: int, target: torch.Tensor, start: int) -> torch.Tensor:
-    """One rank's share: logits [N, v] of the ids start … start+v−1 → float32 [N, 2k+2].
+    """Return one rank's share of logits [N, v], which are of the ids start … start+v−1: float32 [N, 2k+2].
 
     Columns: k values, k ids (int32 bits in float32 cells, so that one collective carries both), log-partition, and the
     target's logit, −inf where another rank has it.
@@ -39,7 +39,7 @@ def shard_top_k(logits: torch.Tensor, k: int, target: torch.Tensor, start: int) 
 
 
 def merge_shards(shards: torch.Tensor, k: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """shards [ranks, N, 2k+2] of shard_top_k → (ids int32 [N, 1+k], logprobs float32 [N, 1+k]); column 0 the target."""
+    """Return (ids int32 [N, 1+k], logprobs float32 [N, 1+k]), column 0 the target, of shard_top_k's [ranks, N, 2k+2]."""
     rows = shards.transpose(0, 1)
     n = rows.shape[0]
     values = rows[:, :, :k].reshape(n, -1)
@@ -56,9 +56,9 @@ def merge_shards(shards: torch.Tensor, k: int, target: torch.Tensor) -> tuple[to
 def sharded_row_top_k(
     logits: torch.Tensor, k: int, target: torch.Tensor, *, rank: int, ranks: int, vocab: int, all_gather: AllGather
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What reference_row_top_k gives for the whole row, from this rank's slice of it; the same on every rank.
+    """Return what reference_row_top_k gives for the whole row, from this rank's slice; the same on every rank.
 
-    logits [N, v], v the same on every rank, columns beyond `vocab` padding.  None, on every rank alike and before
+    logits [N, v], v the same on every rank, columns beyond `vocab` padding. None, on every rank alike and before
     anything is sent, where the slices do not cover the vocabulary as `splits_evenly` wants it.
     """
     width = logits.shape[1]

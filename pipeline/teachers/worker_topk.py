@@ -1,13 +1,13 @@
-"""Rows taken in vLLM's worker: its top-K and log-softmax of prompt rows are replaced by ours.
+"""Rows taken in vLLM's worker: its top-K and log-softmax of prompt rows are replaced.
 
 vLLM mixes RowsExtension into its worker class (`worker_extension_cls`); the front end then calls
 `collective_rpc("teachercache_install")`, which swaps one module global of the V2 model runner in each worker:
   * on one GPU, `prompt_logprob.compute_topk_scores`: topk.row_top_k reads the logits once;
-  * tensor-parallel, `prompt_logprob.compute_prompt_logprobs_with_chunking`: shards.py merges the ranks' own top-K, so
+  * tensor-parallel, `prompt_logprob.compute_prompt_logprobs_with_chunking`: vocab_parallel.py merges the ranks' own top-K, so
     that the logits are never gathered.
-Where a name is missing (the V1 runner, another release), nothing is swapped and the answer says so.  The rows that come
-out have the shape and the meaning of vLLM's own, so everything behind them is the same code; ranks of tokens are left
-at zero, nobody reads them.
+Where a name is missing (the V1 runner, another release), nothing is swapped and the answer says so. The rows that come
+out have the shape and the meaning of vLLM's, so everything behind them is the same code; ranks of tokens stay zero,
+since nothing reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RowsExtension:
     """Methods that appear on vLLM's worker."""
 
     def teachercache_install(self, shards: bool = True) -> str:
-        """Swaps our top-K in.  Returns what is active, beginning with ACTIVE, else why nothing is.
+        """Swap our top-K in and return what is active, beginning with ACTIVE, else why nothing is.
 
         shards=False keeps the gathered logits of a tensor-parallel teacher: a benchmark compares both.
         """
@@ -44,7 +44,7 @@ class RowsExtension:
 
 
 def install_shards(prompt_logprob: Any, runner: Any) -> str:
-    """Takes the top-K of each rank's own logits where there is more than one rank and this release allows it."""
+    """Take the top-K of each rank's slice where there are several ranks and this release allows it; return what is active."""
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -73,7 +73,7 @@ def install_shards(prompt_logprob: Any, runner: Any) -> str:
 
 
 def make_topk_scores(plain: Any) -> Any:
-    """A stand-in for vLLM's compute_topk_scores; calls with options that we do not need go to the plain one."""
+    """Return a stand-in for vLLM's compute_topk_scores; calls with other options go to `plain`."""
     import torch
     from vllm.v1.outputs import LogprobsTensors
 
@@ -94,7 +94,7 @@ def make_topk_scores(plain: Any) -> Any:
 
 
 def make_sharded_chunking(plain: Any, processor: Any, rank: int, ranks: int, all_gather: Any) -> Any:
-    """A stand-in for vLLM's compute_prompt_logprobs_with_chunking, on each of `ranks` workers at once.
+    """Return a stand-in for vLLM's compute_prompt_logprobs_with_chunking, for each of `ranks` workers at once.
 
     Every decision depends on what all ranks share, so that all of them meet in `all_gather` or none does.
     """
@@ -137,9 +137,9 @@ def make_sharded_chunking(plain: Any, processor: Any, rank: int, ranks: int, all
 
 
 def own_logits(processor: Any, logits_fn: Any, hidden_states: Any) -> Any:
-    """[N, v]: this rank's slice of the logits, soft cap and scale applied, padding included.
+    """Return this rank's slice of the logits [N, v], soft cap and scale applied, padding included.
 
-    The model's own compute_logits runs, with its logits processor told not to gather: whatever a model does before and
+    The model's compute_logits runs with a logits processor that does not gather: whatever a model does before and
     behind the head stays in.
     """
     processor._gather_logits = lambda logits: logits

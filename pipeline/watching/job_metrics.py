@@ -1,6 +1,6 @@
 """Metrics of a job's driver, beside those of its actors (metrics.py): what is left, what was given up, how many teachers.
 
-Gauges set at every progress report, so they are as fresh as `run.log_every_s`.  Without Ray nothing is recorded.
+Gauges set at every progress report, so they are as fresh as `run.log_every_s`. Without Ray nothing is recorded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.running.driver import Tally
-from pipeline.running.inline_pool import PoolState
+from pipeline.running.tasks import PoolState
 
 JOB_GAUGES = {
     "teachercache_job_shards_left": "planned shards that are neither committed nor quarantined",

@@ -1,6 +1,6 @@
 """Metrics of a teacher actor through ray.util.metrics, for Prometheus: names, meanings, and one place that sets them.
 
-Counters carry `source`-free totals per actor; Ray adds the node and the worker.  Without Ray nothing is recorded.
+Counters carry `source`-free totals per actor; Ray adds the node and the worker. Without Ray nothing is recorded.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from pipeline.running.worker import Receipt, ShardWorker
+from pipeline.running.tasks import Receipt
+from pipeline.running.worker import ShardWorker
 
 COUNTERS = {
     "teachercache_tokens": "input tokens scored and committed",

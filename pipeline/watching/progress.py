@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pipeline.planning.plan import Planned
 from pipeline.running.driver import Outcome, Tally
-from pipeline.running.inline_pool import PoolState
+from pipeline.running.tasks import PoolState
 
 BYTES_PER_ROW = 280  # the open layout at K = 100
 

@@ -15,7 +15,7 @@ from teachercache.errors import NotACache
 
 
 def read_status(url: str) -> dict[str, Any]:
-    """Counts over all plans of a cache.  Cost: one listing and one small read per commit, sixteen at a time."""
+    """Counts over all plans of a cache. Cost: one listing and one small read per commit, sixteen at a time."""
     ledger = Ledger.open(url)
     ledger.spec()  # NotACache before anything else is read
     planned = {s.shard_id: s for plan in ledger.plans().values() for s in plan.shards}

@@ -3,8 +3,8 @@
     python -m tests.pipeline.chaos SEED [SECONDS_OF_S3_ERRORS]
 
 During one job and a second that races it: kills of actors, a whole node (and a new one), the driver (then the same
-command again), S3 answering 503 for a while, slow S3.  At the end every document is cached once, or quarantined with a
-reason, and the cache verifies.  The teacher is `noop`.
+command again), S3 answering 503 for a while, slow S3. At the end every document is cached once, or quarantined with a
+reason, and the cache verifies. The teacher is `noop`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Run:
 
 
 def chaos(seed: int, s3_errors_s: float = 8.0) -> dict[str, Any]:
-    """Runs one seed; raises AssertionError where a promise is broken.  Returns what was done."""
+    """Runs one seed; raises AssertionError where a promise is broken. Returns what was done."""
     import ray
     from ray.cluster_utils import Cluster
 

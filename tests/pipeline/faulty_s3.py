@@ -1,6 +1,6 @@
 """An HTTP proxy before an S3 server that can answer 503, or slow down, for a while.
 
-It forwards whole requests only.  A client that is killed in the middle of a body so leaves nothing behind, as on S3;
+It forwards whole requests only. A client that is killed in the middle of a body so leaves nothing behind, as on S3;
 the small test servers would store the half they got.
 """
 

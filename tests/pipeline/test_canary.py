@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import TeacherConfig, parse_job
 from pipeline.corpus.encode import Encoder
-from pipeline.teachers.base import TeacherRows, rows_from_columns
+from pipeline.teachers.base import EngineRows, rows_from_columns
 from pipeline.teachers.canary import (
     TEXTS,
     CanaryFailed,
@@ -22,7 +22,7 @@ from pipeline.teachers.noop import NoopTeacher, expected_columns
 K, VOCAB = 20, 300
 
 
-def rows_of(ids: np.ndarray) -> TeacherRows:
+def rows_of(ids: np.ndarray) -> EngineRows:
     return rows_from_columns(ids, np.arange(len(ids), dtype=np.int32), *expected_columns(ids, K, VOCAB), K, VOCAB)
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.running.driver import Driver
-from pipeline.running.inline_pool import Failed, Finished, PoolState
-from pipeline.running.worker import Receipt, ShardTask
+from pipeline.running.tasks import Failed, Finished, PoolState, Receipt, ShardTask
 from teachercache import PlanShard
 from teachercache.errors import StoreUnavailable, UsageError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,10 +11,11 @@ import pytest
 from pipeline.config import TeacherConfig, parse_job
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder, Tokens, Window
+from pipeline.errors import EngineDied
 from pipeline.running.engine_loop import EngineLoop
-from pipeline.teachers.base import EngineDied
 from pipeline.teachers.noop import NoopTeacher
 from teachercache import fingerprint_tokenizer
+from tests.waiting import wait_for
 
 VOCAB = 300
 
@@ -32,10 +32,10 @@ class OutOfOrder(NoopTeacher):
     most_tokens = 0
 
     def collect(self):
-        self.most_tokens = max(self.most_tokens, sum(len(b.input_ids) for b in self._queue))
-        kept, self._queue = self._queue[:-1], self._queue[-1:]
+        self.most_tokens = max(self.most_tokens, sum(len(item.input_ids) for item in self.queue))
+        kept, self.queue = self.queue[:-1], self.queue[-1:]
         done = super().collect()
-        self._queue = kept
+        self.queue = kept
         return done
 
 
@@ -61,10 +61,12 @@ def test_a_slow_consumer_stops_the_reader():
             read.append(i)
             yield window(i)
 
+    most = 2 * 500 // 50 + 2  # twice the engine's limit, the one in hand, the one that waits for room
     answers = loop.score(source())
     next(answers)
-    time.sleep(0.3)
-    assert len(read) <= 2 * 500 // 50 + 3  # twice the engine's limit, the one in hand, the one being read
+    # a reader without a bound would go on for as long as the engine has something to do
+    wait_for(lambda: len(read) >= most and loop.depths() == (0, 0), what="an idle engine and a full buffer")
+    assert len(read) == most
     answers.close()
     loop.stop()
 
@@ -123,21 +125,15 @@ def test_death_names_each_shards_own_suspects_and_later_calls_fail_at_once():
 
 def test_nan_is_tried_again_alone_and_neighbours_keep_their_rows():
     class OnceGarbage(NoopTeacher):
-        """A batch that holds token 5 comes back as NaN wholesale, unless it stands alone."""
+        """A batch that holds token 5 comes back as NaN wholesale, unless it is alone."""
 
         def collect(self):
-            garbage = len(self._queue) > 1 and any((b.input_ids == 5).any() for b in self._queue)
-            self._nan, before = (None, self._nan)
-            if garbage:
-                for b in self._queue:
-                    b.extra["nan"] = True
-            done = super().collect()
-            self._nan = before
-            return done
+            self.garbage = len(self.queue) > 1 and any((item.input_ids == 5).any() for item in self.queue)
+            return super().collect()
 
-        def _rows(self, batch):
-            self._nan = int(batch.input_ids[0]) if batch.extra.get("nan") else None
-            return super()._rows(batch)
+        def columns(self, item):
+            self.nan = int(item.input_ids[0]) if self.garbage else None
+            return super().columns(item)
 
     loop = start(OnceGarbage)
     answers = list(loop.score(window(i) for i in range(20)))

@@ -24,9 +24,6 @@ from pipeline.corpus.inputs import fingerprint
 from pipeline.corpus.readers import OPEN_END, read_documents
 from pipeline.planning.plan import make_plan, sample_density
 from pipeline.running.job import run_job
-from pipeline.running.ray_pool import RayPool
-from pipeline.running.worker import ShardTask
-from teachercache import PlanShard
 from teachercache.errors import UsageError
 from tests.pipeline.conftest import documents, write_jsonl
 
@@ -168,17 +165,6 @@ def test_an_unusable_beginning_does_not_make_one_shard_of_a_large_file(job_file,
     planned = make_plan(job, Encoder(job, job.teacher.model), "0" * 64)
     assert len(planned.plan.shards) > 5
     assert "nothing of the sample can be used" in planned.warnings[0]
-
-
-def test_the_watchdog_waits_longer_for_a_shard_that_could_not_be_cut():
-    pool = RayPool.__new__(RayPool)
-    pool._job = parse_job({"cache": "c", "teacher": {"model": "m"}, "corpora": [{"files": ["x"]}]})
-    small, large = (
-        ShardTask(PlanShard(shard_id="s1", source="s", input="i", input_digest="d", estimated_tokens=n))
-        for n in (1000, 200_000_000)
-    )
-    assert pool._patience_s(small) == 3600
-    assert pool._patience_s(large) == 360_000
 
 
 def put(url: str, data: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import pipeline.running.worker as worker_module
+import pipeline.running.shard_run as shard_run
 import teachercache
 import teachercache.write.reuse
 from pipeline.config import load_job
@@ -46,9 +46,9 @@ def test_rows_of_committed_documents_are_copied_and_counted(two_corpora):
 def test_only_unknown_documents_reach_the_teacher(two_corpora, monkeypatch):
     _, job = two_corpora
     seen: list[str] = []
-    original = worker_module.record_of
+    original = shard_run.record_of
     monkeypatch.setattr(
-        worker_module, "record_of", lambda window, scored: seen.append(window.doc_id) or original(window, scored)
+        shard_run, "record_of", lambda window, scored: seen.append(window.doc_id) or original(window, scored)
     )
     run_job(job)
     assert sorted(seen) == sorted(f"again-doc{i}" for i in range(10, 15))

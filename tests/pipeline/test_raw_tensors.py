@@ -11,9 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from pipeline.config import TeacherConfig  # noqa: E402
+from pipeline.errors import RowsInvalid  # noqa: E402
 from pipeline.teachers import raw_tensors  # noqa: E402
-from pipeline.teachers.base import RowsInvalid, rows_from_columns  # noqa: E402
+from pipeline.teachers.base import rows_from_columns  # noqa: E402
+from pipeline.teachers.vllm_teacher import columns_of  # noqa: E402
 
 K, N, VOCAB = 20, 37, 500
 
@@ -59,28 +60,21 @@ def through_front_end(prompt, last, *, fast: bool, flat: bool = True):
     return SimpleNamespace(prompt_logprobs=processor.prompt_logprobs, outputs=[completion])
 
 
-@pytest.fixture(scope="module")
-def teacher():
-    """A VllmTeacher that has everything but an engine."""
-    from pipeline.teachers.vllm_teacher import VllmTeacher
-
+@pytest.fixture(scope="module", autouse=True)
+def installed():
     assert raw_tensors.unsupported() is None
     raw_tensors.install()
     raw_tensors.install()  # twice is once
-    made = VllmTeacher.__new__(VllmTeacher)
-    made.top_k, made.vocab_size = K, VOCAB
-    made._config = TeacherConfig(model="unused", top_k=K)
-    return made
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_fast_and_public_front_end_agree_bit_for_bit(teacher, chunks):
+def test_fast_and_public_front_end_agree_bit_for_bit(chunks):
     for seed in range(5):
         input_ids, prompt, last = recorded_output(seed, chunks)
         fast_output = through_front_end(prompt, last, fast=True)
         assert isinstance(fast_output.prompt_logprobs, raw_tensors.RawRows)
-        fast = teacher.columns(fast_output)
-        public = teacher.columns(through_front_end(prompt, last, fast=False))
+        fast = columns_of(fast_output, K)
+        public = columns_of(through_front_end(prompt, last, fast=False), K)
         np.testing.assert_array_equal(fast[0], public[0])
         np.testing.assert_array_equal(fast[1].view(np.int32), public[1].view(np.int32))
         positions = np.arange(N, dtype=np.int32)
@@ -89,7 +83,7 @@ def test_fast_and_public_front_end_agree_bit_for_bit(teacher, chunks):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
-def test_other_requests_are_untouched(teacher):
+def test_other_requests_are_untouched():
     _, prompt, last = recorded_output(0, 2)
     output = through_front_end(prompt, last, fast=False, flat=False)
     assert isinstance(output.prompt_logprobs, list)
@@ -107,18 +101,18 @@ def test_other_requests_are_untouched(teacher):
         (lambda ids, lp: ids.__setitem__((4, 3), VOCAB), "id_out_of_range"),
     ],
 )
-def test_broken_rows_are_told_apart(teacher, damage, reason):
+def test_broken_rows_are_told_apart(damage, reason):
     input_ids, prompt, last = recorded_output(1, 1)
-    ids, logprobs = (c.copy() for c in teacher.columns(through_front_end(prompt, last, fast=True)))
+    ids, logprobs = (c.copy() for c in columns_of(through_front_end(prompt, last, fast=True), K))
     damage(ids, logprobs)
     with pytest.raises(RowsInvalid) as caught:
         rows_from_columns(input_ids, np.arange(N, dtype=np.int32), ids, logprobs, K, VOCAB)
     assert caught.value.reason == reason
 
 
-def test_rows_at_chosen_positions_are_a_selection_of_all_rows(teacher):
+def test_rows_at_chosen_positions_are_a_selection_of_all_rows():
     input_ids, prompt, last = recorded_output(2, 1)
-    columns = teacher.columns(through_front_end(prompt, last, fast=True))
+    columns = columns_of(through_front_end(prompt, last, fast=True), K)
     every = rows_from_columns(input_ids, np.arange(N, dtype=np.int32), *columns, K, VOCAB)
     some = np.asarray([0, 3, 17, N - 1], dtype=np.int32)
     few = rows_from_columns(input_ids, some, *columns, K, VOCAB)

@@ -1,0 +1,247 @@
+"""One shard: from its range of an input file to records with rows, counting what is left out on the way.
+
+run = ShardRun(task, job, encoder, loop)
+for record in run.records(): ...
+run.drops, run.broken, run.reused
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from pipeline.config import JobConfig
+from pipeline.corpus.documents import Document, Dropped, extract
+from pipeline.corpus.encode import Encoder, Tokens, Window
+from pipeline.corpus.readers import read_documents
+from pipeline.errors import InputDamaged
+from pipeline.running.engine_loop import EngineLoop
+from pipeline.running.tasks import ShardTask
+from pipeline.teachers.base import Prompt, Scored
+from teachercache import Record
+from teachercache.format.record import content_key
+from teachercache.write.reuse import ReuseIndex
+
+ENCODE_BATCH = 64  # documents tokenised at a time
+GENERATE_BATCH = 256  # prompts continued at a time: the engine decodes them together
+
+Journal = Callable[[str, str, Sequence[int]], None]  # (shard id, "in" | "out", ordinals)
+
+
+class CommittedRows:
+    """Rows that other plans have committed, found by a window's content. Thread-safe: shards overlap."""
+
+    def __init__(self, index: ReuseIndex, spec_digest: str) -> None:
+        self._index, self._spec_digest = index, spec_digest
+        self._lock = threading.Lock()  # the index keeps decoded row groups
+
+    def _key(self, window: Window) -> bytes:
+        return content_key(self._spec_digest, np.asarray(window.input_ids, dtype=np.int32), window.row_pos)
+
+    def __contains__(self, window: Window) -> bool:
+        """Return whether the window's rows were committed when the index was made."""
+        return self._key(window) in self._index
+
+    def copy(self, window: Window) -> Record | None:
+        """Return the window's record with rows out of the cache; None where their file was collected since."""
+        with self._lock:
+            found = self._index.get(self._key(window))
+        if found is None:
+            return None
+        return replace(
+            found,
+            doc_id=window.doc_id,
+            window=window.window,
+            start=window.start,
+            split=window.split,
+            source=window.source,
+            loss_mask=window.loss_mask,
+            meta=window.meta,
+        )
+
+
+class ShardRun:
+    """One attempt at one shard: its records, and counts of what was dropped, broken and re-used.
+
+    drops: documents left out, by reason. broken: ids of documents whose rows were no good, by reason. reused: records,
+    rows and tokens copied from commits of other plans.
+    """
+
+    def __init__(
+        self,
+        task: ShardTask,
+        job: JobConfig,
+        encoder: Encoder,
+        loop: EngineLoop,
+        *,
+        committed: CommittedRows | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.task, self.job, self.encoder, self.loop = task, job, encoder, loop
+        self.drops: Counter[str] = Counter()
+        self.broken: dict[str, list[str]] = {}
+        self.reused: Counter[str] = Counter()
+        self._committed = committed
+        self._journal = journal if task.attempt > 0 else None  # only a retried shard is watched
+        self._known: deque[Window] = deque()  # filled by the reader's thread, emptied by records()
+        self._gone: list[Window] = []  # known, but collected since
+
+    def records(self) -> Iterator[Record]:
+        """Yield the shard's records: all documents but the suspects, then the suspects one at a time."""
+        for alone in (False, True) if self.task.suspects else (False,):
+            for record in self._scored(self._unknown(self._windows(alone)), alone):
+                yield record
+                yield from self._copies()
+            yield from self._copies()
+            gone, self._gone = self._gone, []
+            yield from self._scored(iter(gone), alone)
+
+    def mark_broken(self, reason: str, doc_id: str) -> None:
+        """Count a document that is left out because of its rows, and keep its name."""
+        self.drops[reason] += 1
+        self.broken.setdefault(reason, []).append(doc_id)
+
+    # -- windows → records ---------------------------------------------------------------------------------------
+
+    def _scored(self, windows: Iterator[Window], alone: bool) -> Iterator[Record]:
+        for window, scored in self.loop.score(self._note_entries(windows), alone=alone):
+            if self._journal is not None:
+                self._journal(self.task.shard.shard_id, "out", [window.ordinal])
+            if scored.rows is None:
+                self.mark_broken(scored.error.reason if scored.error else "no_rows", window.doc_id)
+                continue
+            yield record_of(window, scored)
+
+    def _note_entries(self, windows: Iterator[Window]) -> Iterator[Window]:
+        for window in windows:
+            if self._journal is not None:
+                self._journal(self.task.shard.shard_id, "in", [window.ordinal])
+            yield window
+
+    def _unknown(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield the windows that the teacher must score; those with committed rows wait in `_known` (tokens only)."""
+        for window in windows:
+            if self._committed is not None and window in self._committed:
+                self._known.append(window)
+            else:
+                yield window
+
+    def _copies(self) -> Iterator[Record]:
+        while self._known and self._committed is not None:
+            window = self._known.popleft()
+            record = self._committed.copy(window)
+            if record is None:
+                self._gone.append(window)
+                continue
+            self.reused.update(records=1, rows=len(record.row_pos), tokens=len(record.input_ids))
+            yield record
+
+    # -- documents → windows -------------------------------------------------------------------------------------
+
+    def _windows(self, alone: bool) -> Iterator[Window]:
+        """Yield windows of the suspects (`alone`), or of all other documents."""
+        generates = self.job.recipe.mode == "generate"
+        exclude, suspects = set(self.task.exclude), set(self.task.suspects)
+        # the file is read again for the suspects; what it drops is counted the first time
+        documents = self._documents(Counter() if alone else self.drops)
+        while batch := list(islice(documents, GENERATE_BATCH if generates else ENCODE_BATCH)):
+            if not alone:
+                for document in (d for d in batch if d.ordinal in exclude):
+                    self.mark_broken("kills_engine", document.doc_id)
+            chosen = [d for d in batch if d.ordinal not in exclude and (d.ordinal in suspects) == alone]
+            encoded = list(zip(chosen, self.encoder.tokens(chosen), strict=True))
+            for document, tokens in self._continue(encoded) if generates else encoded:
+                try:
+                    if isinstance(tokens, Dropped):
+                        raise tokens
+                    yield from self.encoder.windows(document, tokens)
+                except Dropped as drop:
+                    self.drops[drop.reason] += 1
+
+    def _documents(self, drops: Counter[str]) -> Iterator[Document]:
+        shard, filters = self.task.shard, self.job.recipe.filters
+        corpus = self.job.corpora[int(shard.detail.get("corpus", 0))]
+        duplicates = set(shard.detail.get("duplicates", ()))
+        seen: set[bytes] = set()
+        raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit, filters.invalid_utf8)
+        if corpus.limit_documents is not None and shard.unit == "file":  # Parquet ranges end at the limit already
+            raws = islice(raws, corpus.limit_documents)
+        try:
+            for raw in raws:
+                try:
+                    document = extract(raw, corpus, filters, shard.input_digest)
+                    if raw.ordinal in duplicates or (filters.dedup != "none" and document.content_hash in seen):
+                        raise Dropped("duplicate")
+                except Dropped as drop:
+                    drops[drop.reason] += 1
+                    continue
+                if filters.dedup != "none":
+                    seen.add(document.content_hash)
+                yield document
+        except InputDamaged:
+            if self.job.run.on_truncated == "quarantine":
+                raise
+            drops["input_truncated"] += 1
+
+    def _continue(self, encoded: list[tuple[Document, Tokens | Dropped]]) -> list[tuple[Document, Tokens | Dropped]]:
+        """Let the teacher continue the prompts: both parts are scored, the mask is on the continuation."""
+        config, limit = self.job.recipe.generate, self.job.window_size
+        prompts: dict[int, Prompt] = {}
+        for place, (document, tokens) in enumerate(encoded):
+            if isinstance(tokens, Dropped):
+                continue
+            first = [self.encoder.bos_id] if tokens.bos else []
+            ids = np.concatenate([np.asarray(first, dtype=np.int32), tokens.ids])
+            if len(ids) + 1 > limit:
+                encoded[place] = (document, Dropped("prompt_too_long"))
+            else:
+                seed = generation_seed(document.content_hash, config.seed)
+                prompts[place] = Prompt(ids, seed, min(config.max_tokens, limit - len(ids)))
+        if not prompts:
+            return encoded
+        chosen, stops = list(prompts.values()), self.encoder.stop_ids
+        made = self.loop.call(lambda teacher: teacher.generate(chosen, config, stops))
+        for (place, prompt), answer in zip(prompts.items(), made, strict=True):
+            document, tokens = encoded[place]
+            assert not isinstance(tokens, Dropped)
+            written = answer.ids
+            if not len(written):
+                encoded[place] = (document, Dropped("empty_continuation"))
+                continue
+            learn = np.concatenate([np.zeros(len(tokens.ids), dtype=bool), np.ones(len(written), dtype=bool)])
+            document.meta = {**document.meta, "finish_reason": answer.finish_reason, "generate_seed": prompt.seed}
+            encoded[place] = (document, Tokens(np.concatenate([tokens.ids, written]), learn, tokens.bos))
+        return encoded
+
+
+def generation_seed(content_hash: bytes, seed: int) -> int:
+    """Return one seed per document, the same in every attempt."""
+    key = seed.to_bytes(8, "big", signed=True)
+    return int.from_bytes(hashlib.blake2b(content_hash, digest_size=4, key=key).digest(), "big") >> 1
+
+
+def record_of(window: Window, scored: Scored) -> Record:
+    """Return the record of a window and its rows."""
+    rows = scored.rows
+    assert rows is not None
+    return Record(
+        doc_id=window.doc_id,
+        window=window.window,
+        start=window.start,
+        split=window.split,
+        source=window.source,
+        input_ids=np.asarray(window.input_ids, dtype=np.int32),
+        row_pos=window.row_pos,
+        topk_ids=rows.topk_ids,
+        topk_logprobs=rows.topk_logprobs,
+        tail_logprob=rows.tail_logprob,
+        target_logprob=rows.target_logprob,
+        loss_mask=window.loss_mask,
+        meta=window.meta,
+    )
