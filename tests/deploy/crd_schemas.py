@@ -2,8 +2,8 @@
 
 The operators' CRDs are in no package registry and not copied here (KubeRay's RayJob alone is a megabyte, nearly all of it
 Kubernetes' own pod template). Instead:
-  * KubeRay's own types with every field of its ray.io/v1 API reference, release 1.7, unknown fields refused, and the rules
-    between fields that its CRD or its operator enforces (RULES);
+  * crd_types.yaml has KubeRay's types with every field of its ray.io/v1 API reference, release 1.7, and here are the rules
+    between fields that its CRD or its operator enforces (RULES); unknown fields are refused;
   * what is Kubernetes' own inside them (pod templates, resources, environments) is checked by kubernetes-validate's strict
     core schemas, which is what the CRD repeats;
   * of Kueue (v1beta1) and prometheus-operator (monitoring.coreos.com/v1) the fields that we use, unknown ones refused.
@@ -14,224 +14,62 @@ the operator's own CRDs as well, and these schemas are compared with them (test_
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+TYPES = yaml.safe_load(Path(__file__).with_name("crd_types.yaml").read_text())
 QUANTITY = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d+(\.\d+)?([KMGTP]i?|m)?$"}]}
-STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
-POD_TEMPLATE = {
-    "type": "object",
-    "x-kubernetes": "PodTemplateSpec",
-}  # checked against the core schemas, see manifests.py
-METADATA = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["name"],
-    "properties": {
-        "name": {
-            "type": "string",
-            "pattern": "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$",
-        },  # a DNS-1035 label; KubeRay adds to it: 47 at most
-        "namespace": {"type": "string"},
-        "labels": STRINGS,
-        "annotations": STRINGS,
-    },
+WORDS: dict[str, dict[str, Any]] = {
+    "bool": {"type": "boolean"},
+    "natural": {"type": "integer", "minimum": 0},
+    "positive": {"type": "integer", "minimum": 1},
+    "list": {"type": "array"},
+    "quantity": QUANTITY,
+    "quantities": {"type": "object", "additionalProperties": QUANTITY},
+    "strings": {"type": "object", "additionalProperties": {"type": "string"}},
+    **{name: {"type": name} for name in ("string", "number", "integer", "object")},
 }
 
 
-def closed(properties: dict[str, Any], required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """An object that refuses what is not named."""
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": list(required),
-        "properties": properties,
-    }
+def schema_of(written: Any) -> dict[str, Any]:
+    """The JSON schema of a type as crd_types.yaml writes it."""
+    if isinstance(written, list):
+        (item,) = written
+        return {"type": "array", "items": schema_of(item)}
+    if isinstance(written, dict):
+        properties = {}
+        for field, kind in written.items():
+            properties[field.rstrip("!+")] = schema_of(kind) | ({"minItems": 1} if field.endswith("+") else {})
+        required = [field.rstrip("!") for field in written if field.endswith("!")]
+        return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+    if written in WORDS:
+        return WORDS[written]
+    if written.startswith("k8s:"):
+        return {"type": "object", "x-kubernetes": written.removeprefix("k8s:")}
+    if written.startswith("/"):
+        return {"type": "string", "pattern": written.strip("/")}
+    return {"enum": written.split("|")} if "|" in written else schema_of(TYPES[written])
 
 
-def resource(spec: dict[str, Any]) -> dict[str, Any]:
-    return closed(
-        {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": METADATA, "spec": spec},
-        ("apiVersion", "kind", "metadata", "spec"),
-    )
+def resource(kind: str) -> dict[str, Any]:
+    """The schema of a whole object whose `spec` is of that kind."""
+    label = "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$"  # a DNS-1035 label of at most 47: KubeRay adds to it
+    metadata = {"name!": f"/{label}/", "namespace": "string", "labels": "strings", "annotations": "strings"}
+    return schema_of({"apiVersion!": "string", "kind!": "string", "metadata!": metadata, "spec!": kind})
 
 
-def core(kind: str) -> dict[str, Any]:
-    """A type of Kubernetes' own: its schema is not repeated here."""
-    return {"type": "object", "x-kubernetes": kind}
-
-
-def listed(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": least}
-
-
-NATURAL, POSITIVE = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
-BOOL, STRING, NUMBER = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
-PULL = {"enum": ["Always", "IfNotPresent", "Never"]}
-MANAGED_BY = {"enum": ["ray.io/kuberay-operator", "kueue.x-k8s.io/multikueue"]}
-RESOURCES = closed(
-    {
-        "requests": {"type": "object", "additionalProperties": QUANTITY},
-        "limits": {"type": "object", "additionalProperties": QUANTITY},
-        "claims": listed(core("ResourceClaim")),
-    }
-)
-AUTOSCALER = closed(
-    {
-        "version": {"enum": ["v1", "v2"]},
-        "idleTimeoutSeconds": NATURAL,
-        "upscalingMode": {"enum": ["Default", "Aggressive", "Conservative"]},
-        "image": STRING,
-        "imagePullPolicy": PULL,
-        "resources": RESOURCES,
-        "securityContext": core("SecurityContext"),
-        "env": listed(core("EnvVar")),
-        "envFrom": listed(core("EnvFromSource")),
-        "volumeMounts": listed(core("VolumeMount")),
-        "command": listed(STRING),
-        "args": listed(STRING),
-    }
-)
-INGRESS = closed(
-    {
-        "host": STRING,
-        "path": STRING,
-        "pathType": {"enum": ["Exact", "Prefix", "ImplementationSpecific"]},
-        "tls": listed(core("IngressTLS")),
-    }
-)
-HEAD = closed(
-    {
-        "rayStartParams": STRINGS,
-        "template": POD_TEMPLATE,
-        "serviceType": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-        "headService": core("Service"),
-        "enableIngress": BOOL,
-        "ingressOptions": INGRESS,
-        "resources": STRINGS,
-        "labels": STRINGS,
-    },
-    ("template",),
-)
-WORKERS = closed(
-    {
-        "groupName": {"type": "string", "pattern": "^[a-z0-9][-a-z0-9]*$"},
-        "replicas": NATURAL,
-        "minReplicas": NATURAL,
-        "maxReplicas": NATURAL,
-        "numOfHosts": POSITIVE,
-        "idleTimeoutSeconds": NATURAL,
-        "priority": {"type": "integer"},
-        "suspend": BOOL,
-        "rayStartParams": STRINGS,
-        "template": POD_TEMPLATE,
-        "scaleStrategy": closed({"workersToDelete": listed(STRING)}),
-        "resources": STRINGS,
-        "labels": STRINGS,
-    },
-    ("groupName", "minReplicas", "maxReplicas", "template"),
-)
-REDIS_CREDENTIAL = closed({"value": STRING, "valueFrom": core("EnvVarSource")})
-GCS = closed(
-    {
-        "backend": {"enum": ["redis", "rocksdb"]},
-        "redisAddress": STRING,
-        "redisUsername": REDIS_CREDENTIAL,
-        "redisPassword": REDIS_CREDENTIAL,
-        "externalStorageNamespace": STRING,
-        "storage": closed(
-            {
-                "claimName": STRING,
-                "size": QUANTITY,
-                "storageClassName": STRING,
-                "accessModes": listed(STRING),
-                "subPath": STRING,
-                "deletionPolicy": {"enum": ["DeleteWithCluster", "Retain"]},
-            }
-        ),
-    }
-)
-NETWORK_RULES = {
-    "ingressRules": listed(core("NetworkPolicyIngressRule")),
-    "egressRules": listed(core("NetworkPolicyEgressRule")),
+JOB, CLUSTER = schema_of("RayJob"), schema_of("RayCluster")
+SCHEMAS = {
+    (version, kind): resource(kind)
+    for version, kinds in {
+        "ray.io/v1": ("RayJob", "RayCluster"),
+        "kueue.x-k8s.io/v1beta1": ("ResourceFlavor", "ClusterQueue", "LocalQueue"),
+        "monitoring.coreos.com/v1": ("PodMonitor", "PrometheusRule"),
+    }.items()
+    for kind in kinds
 }
-NETWORK = closed(
-    {
-        "mode": {"enum": ["DenyAll", "DenyAllIngress", "DenyAllEgress"]},
-        "head": closed(NETWORK_RULES),
-        "worker": closed(NETWORK_RULES),
-        "workerGroups": listed(closed({"groupName": STRING, **NETWORK_RULES}, ("groupName",))),
-    }
-)
-HISTORY = closed(
-    {
-        "collectorOptions": closed(
-            {"image": STRING, "imagePullPolicy": PULL, "resources": RESOURCES, "env": listed(core("EnvVar"))}
-        )
-    }
-)
-CLUSTER = closed(
-    {
-        "rayVersion": {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"},
-        "enableInTreeAutoscaling": BOOL,
-        "autoscalerOptions": AUTOSCALER,
-        "headServiceAnnotations": STRINGS,
-        "headGroupSpec": HEAD,
-        "workerGroupSpecs": listed(WORKERS),
-        "gcsFaultToleranceOptions": GCS,
-        "authOptions": closed(
-            {"mode": {"enum": ["disabled", "token"]}, "secretName": STRING, "enableK8sTokenAuth": BOOL}
-        ),
-        "upgradeStrategy": closed({"type": {"enum": ["Recreate", "None"]}}),
-        "historyServerOptions": HISTORY,
-        "networkPolicy": NETWORK,
-        "tlsOptions": closed({"enabled": BOOL}),
-        "managedBy": MANAGED_BY,
-        "suspend": BOOL,
-    },
-    ("headGroupSpec",),
-)
-DELETION_POLICY = {"enum": ["DeleteCluster", "DeleteWorkers", "DeleteSelf", "DeleteNone"]}
-DELETION = closed(
-    {  # onSuccess and onFailure, which 1.7 still knows, are deprecated: not for us
-        "deletionRules": listed(
-            closed(
-                {
-                    "policy": DELETION_POLICY,
-                    "condition": closed({"jobStatus": STRING, "jobDeploymentStatus": STRING, "ttlSeconds": NATURAL}),
-                },
-                ("policy", "condition"),
-            ),
-            1,
-        )
-    }
-)
-JOB = closed(
-    {
-        "entrypoint": STRING,
-        "runtimeEnvYAML": STRING,
-        "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
-        "submitterConfig": closed({"backoffLimit": NATURAL}),
-        "submitterPodTemplate": POD_TEMPLATE,
-        "backoffLimit": NATURAL,
-        "activeDeadlineSeconds": POSITIVE,
-        "preRunningDeadlineSeconds": POSITIVE,
-        "ttlSecondsAfterFinished": NATURAL,
-        "shutdownAfterJobFinishes": BOOL,
-        "suspend": BOOL,
-        "jobId": STRING,
-        "metadata": STRINGS,
-        "clusterSelector": STRINGS,
-        "managedBy": MANAGED_BY,
-        "deletionStrategy": DELETION,
-        "entrypointNumCpus": NUMBER,
-        "entrypointNumGpus": NUMBER,
-        "entrypointResources": STRING,
-        "rayClusterSpec": CLUSTER,
-    },
-    ("entrypoint", "rayClusterSpec"),
-)
 
 # What the operator's validation refuses beyond single fields: (what it asks, whether a spec obeys).
 Rule = tuple[str, Callable[[dict[str, Any]], bool]]
@@ -326,93 +164,4 @@ JOB_RULES: list[Rule] = [
 RULES: dict[tuple[str, str], list[Rule]] = {
     ("ray.io/v1", "RayJob"): JOB_RULES,
     ("ray.io/v1", "RayCluster"): CLUSTER_RULES,
-}
-
-FLAVOR_QUOTA = closed(
-    {
-        "name": STRING,
-        "resources": {
-            "type": "array",
-            "items": closed(
-                {"name": STRING, "nominalQuota": QUANTITY, "borrowingLimit": QUANTITY}, ("name", "nominalQuota")
-            ),
-        },
-    },
-    ("name", "resources"),
-)
-CLUSTER_QUEUE = closed(
-    {
-        "namespaceSelector": {"type": "object"},
-        "cohort": STRING,
-        "queueingStrategy": {"enum": ["StrictFIFO", "BestEffortFIFO"]},
-        "resourceGroups": {
-            "type": "array",
-            "items": closed(
-                {
-                    "coveredResources": {"type": "array", "items": STRING},
-                    "flavors": {"type": "array", "items": FLAVOR_QUOTA},
-                },
-                ("coveredResources", "flavors"),
-            ),
-        },
-    }
-)
-ENDPOINT = closed(
-    {
-        "port": STRING,
-        "path": STRING,
-        "interval": {"type": "string", "pattern": r"^\d+s$"},
-        "relabelings": {
-            "type": "array",
-            "items": closed(
-                {
-                    "action": {"enum": ["replace", "keep", "drop", "labelmap"]},
-                    "sourceLabels": {"type": "array", "items": STRING},
-                    "targetLabel": STRING,
-                    "regex": STRING,
-                    "replacement": STRING,
-                }
-            ),
-        },
-    },
-    ("port",),
-)
-RULE = closed(
-    {"alert": STRING, "record": STRING, "expr": STRING, "for": STRING, "labels": STRINGS, "annotations": STRINGS},
-    ("expr",),
-)
-
-SCHEMAS: dict[tuple[str, str], dict[str, Any]] = {
-    ("ray.io/v1", "RayJob"): resource(JOB),
-    ("ray.io/v1", "RayCluster"): resource(CLUSTER),
-    ("kueue.x-k8s.io/v1beta1", "ResourceFlavor"): resource(
-        closed({"nodeLabels": STRINGS, "tolerations": {"type": "array"}})
-    ),
-    ("kueue.x-k8s.io/v1beta1", "ClusterQueue"): resource(CLUSTER_QUEUE),
-    ("kueue.x-k8s.io/v1beta1", "LocalQueue"): resource(closed({"clusterQueue": STRING}, ("clusterQueue",))),
-    ("monitoring.coreos.com/v1", "PodMonitor"): resource(
-        closed(
-            {
-                "jobLabel": STRING,
-                "selector": {"type": "object"},
-                "namespaceSelector": {"type": "object"},
-                "podMetricsEndpoints": {"type": "array", "items": ENDPOINT},
-            },
-            ("selector", "podMetricsEndpoints"),
-        )
-    ),
-    ("monitoring.coreos.com/v1", "PrometheusRule"): resource(
-        closed(
-            {
-                "groups": {
-                    "type": "array",
-                    "items": closed(
-                        {"name": STRING, "interval": STRING, "rules": {"type": "array", "items": RULE}},
-                        ("name", "rules"),
-                    ),
-                }
-            },
-            ("groups",),
-        )
-    ),
 }
