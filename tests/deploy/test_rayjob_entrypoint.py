@@ -53,6 +53,7 @@ def short_temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_entrypoint_completes_a_job_and_run_again_does_nothing(
     s3_url: str, tmp_path: Path, short_temporary: Path, monkeypatch

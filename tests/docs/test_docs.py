@@ -220,6 +220,7 @@ def run_yaml(page: Page, block: Block) -> None:
         load_config(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", RUNNABLE, ids=name)
 @pytest.mark.timeout(600)
 def test_documented_block_works(block: Block, pages: Callable[[Path], Page]) -> None:

@@ -31,6 +31,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings}
 
 
+@pytest.mark.slow
 def test_this_machine_is_fit_and_says_what_it_is(s3_url: str) -> None:
     command = [sys.executable, "-m", "pipeline", "doctor", f"{s3_url}/cache", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -54,6 +55,7 @@ def test_a_store_that_ignores_conditions_fails_with_its_code(unsafe_s3_url: str)
     assert doctor.verdict(findings.values()) == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_fails_and_names_the_endpoint(monkeypatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "doctor-test-key")
