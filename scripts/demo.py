@@ -1,4 +1,4 @@
-"""`make demo`: the whole mission once, on this machine, with nothing faked.
+"""`make demo`: the whole path once, on this machine, with nothing faked.
 
 S3 server and Ray head start here; SmolLM2-135M scores Python's own documentation and library source in vLLM through
 `ray job submit`; the published cache is verified on s3://; a student cut from the teacher is trained from it and measured
@@ -31,7 +31,8 @@ OUT = ROOT / "build" / "demo"
 TEACHER = ROOT / "build" / "models" / "smollm2-135m"
 STUDENT = OUT / "student"
 TRAINED = OUT / "trained"
-CACHE = "s3://teachercache-demo/smollm2-135m"
+PATH = "teachercache-demo/smollm2-135m"  # bucket and prefix
+CACHE = f"s3://{PATH}"
 JOB = "deploy/examples/demo-job.yaml"
 TRAIN = "deploy/examples/demo-train.yaml"
 
@@ -50,8 +51,9 @@ def step(number: int, text: str) -> Iterator[None]:
 def run(command: list[str], env: dict[str, str], *, capture: bool = False) -> str:
     """Run one command as a user would type it and show it; raises CalledProcessError when it fails."""
     console.print("   $ " + " ".join(command).replace(f"{ROOT}/", ""), soft_wrap=True, markup=False)
-    done = subprocess.run([str(BIN / command[0]), *command[1:]], env=env, cwd=ROOT, text=True, check=True,
-                          stdout=subprocess.PIPE if capture else None)  # fmt: skip
+    program = [str(BIN / command[0]), *command[1:]]
+    stdout = subprocess.PIPE if capture else None
+    done = subprocess.run(program, env=env, cwd=ROOT, text=True, check=True, stdout=stdout)
     return done.stdout if capture else ""
 
 
@@ -77,18 +79,8 @@ def make_bucket(env: dict[str, str]) -> None:
 
 def evaluate(student: Path, env: dict[str, str]) -> dict[str, Any]:
     """Held-out figures of `student` against the cached teacher."""
-    command = [
-        "python",
-        "-m",
-        "trainer",
-        "eval",
-        TRAIN,
-        f"cache={CACHE}",
-        f"student={student}",
-        "split=heldout",
-        "--json",
-    ]
-    return json.loads(run(command, env, capture=True))
+    settings = [f"cache={CACHE}", f"student={student}", "split=heldout"]
+    return json.loads(run(["python", "-m", "trainer", "eval", TRAIN, *settings, "--json"], env, capture=True))
 
 
 def cache_facts(env: dict[str, str]) -> dict[str, Any]:
@@ -129,18 +121,8 @@ def demo(began: float) -> dict[str, Any]:
 
         cache_began = time.monotonic()
         with step(3, "The cache: `ray job submit` runs the teacher in vLLM over the corpus, top-100 rows to s3://"):
-            submit = [
-                "ray",
-                "--logging-level",
-                "warning",
-                "job",
-                "submit",
-                "--address",
-                address,
-                "--working-dir",
-                ".",
-                "--",
-            ]
+            submit = ["ray", "--logging-level", "warning", "job", "submit", "--address", address]
+            submit += ["--working-dir", ".", "--"]
             settings = [f"cache={CACHE}", f"teacher.model={TEACHER}", f"corpus_root={OUT / 'corpus'}"]
             run([*submit, "python", "-m", "pipeline", "run", JOB, *settings], env)
             ray.close()
@@ -156,14 +138,12 @@ def demo(began: float) -> dict[str, Any]:
         with step(5, "The student: every second layer of the teacher, measured before training"):
             for folder in (STUDENT, TRAINED):
                 shutil.rmtree(folder, ignore_errors=True)
-            run(["python", "-m", "trainer", "init-student", "--teacher", str(TEACHER), "--layers", "every-2",
-                 "--out", str(STUDENT)], env)  # fmt: skip
+            cut = ["--teacher", str(TEACHER), "--layers", "every-2", "--out", str(STUDENT)]
+            run(["python", "-m", "trainer", "init-student", *cut], env)
             before = evaluate(STUDENT, env)
         with step(6, "Train it from the cache on s3:// with the fused chunked KL loss"):
-            run(
-                ["python", "-m", "trainer", "fit", TRAIN, f"cache={CACHE}", f"student={STUDENT}", f"output={TRAINED}"],
-                env,
-            )
+            settings = [f"cache={CACHE}", f"student={STUDENT}", f"output={TRAINED}"]
+            run(["python", "-m", "trainer", "fit", TRAIN, *settings], env)
         with step(7, "Measure it again"):
             after = evaluate(TRAINED / "final", env)
         report["seconds.train"] = round(time.monotonic() - train_began, 1)
@@ -182,6 +162,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     ratio = report["student.heldout_kl_after"] / report["student.heldout_kl_before"]
     console.print(f"Held-out KL fell to {ratio:.0%} of where it began; the report is build/demo/report.json")
+    console.print("The S3 server is stopped, and its files are kept: .venv/bin/teachercache show build/demo/s3/" + PATH)
 
 
 def interrupted(signum: int, frame: object) -> None:

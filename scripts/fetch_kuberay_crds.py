@@ -1,4 +1,4 @@
-"""Puts the CRDs of KubeRay's release into build/tools/kuberay-crds, so that `make test` checks the manifests against them too.
+"""Put the CRDs of KubeRay's release into build/tools/kuberay-crds, so that `make test` checks the manifests against them too.
 
     python3 scripts/fetch_kuberay_crds.py          prints the folder; exits 1 with the reason where they cannot be had
 

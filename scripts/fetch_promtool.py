@@ -1,4 +1,4 @@
-"""Puts Debian's promtool into build/tools, so that `make test` can check the Prometheus rules: no root, nothing installed.
+"""Put Debian's promtool into build/tools, so that `make test` can check the Prometheus rules: no root, nothing installed.
 
     python3 scripts/fetch_promtool.py          prints the program's path; exits 1 with the reason where it cannot be had
 
