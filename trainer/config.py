@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from teachercache import configfile
+from trainer.losses.options import Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
 """Common names of keys of ours that no distance of spelling finds."""
@@ -71,22 +72,23 @@ class DataConfig(Section):
         return (self.batch_tokens or self.seq_len) // self.seq_len
 
 
-class LossConfig(Section):
+class LossConfig(Section, Objective):  # type: ignore[misc]  # pydantic freezes it; mypy sees only the dataclass
     """What is minimised; the mathematics is in docs/LOSSES.md."""
 
-    method: Literal["fused", "forward_chunked", "dense", "online"] = "fused"
-    """`online` computes the teacher's logits live (needs `teacher`), the others read its rows from the cache."""
-    tail: Literal["bucket", "none", "renormalize"] | None = "bucket"
-    """What stands for the mass outside the cached K; with `online`, null means the full vocabulary."""
-    divergence: Literal["forward", "reverse", "jsd"] = "forward"
-    jsd_beta: float = Field(0.5, ge=0, le=1)
-    temperature: float = Field(1.0, gt=0)
-    ce_weight: float = Field(0.0, ge=0, le=1)
-    """Loss = (1 - ce_weight) * KD + ce_weight * cross-entropy on the real next token."""
-    z_loss: float = Field(0.0, ge=0)
-    chunk_size: int | None = Field(None, ge=1)
-    """Rows of logits that live at a time in the fused loss (default: chosen by the loss)."""
-    recompute: bool = False
+    method: Method | Literal["online"] = Field(
+        "fused", description="`online` computes the teacher's logits live (needs `teacher`), the others read its rows."
+    )
+    chunk_size: int | None = Field(
+        None, ge=1, description="Rows of logits that live at a time in the fused loss (default: chosen by the loss)."
+    )
+    recompute: bool = Field(
+        False, description="Form the fused loss's gradients in the backward pass: one product more, nothing kept."
+    )
+
+    @model_validator(mode="after")
+    def _accepted(self) -> LossConfig:
+        self.__post_init__()
+        return self
 
 
 class OptimConfig(Section):
@@ -208,11 +210,6 @@ class TrainerConfig(Section):
             raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
         if self.loss.method != "online" and self.loss.tail is None:
             raise ValueError("loss.tail is null, which means the full vocabulary: only loss.method=online has that")
-        if self.loss.tail is None and (self.loss.ce_weight or self.loss.z_loss):
-            raise ValueError(
-                f"loss.tail is null, the divergence over the full vocabulary alone: loss.ce_weight and loss.z_loss must be 0, "
-                f"found {self.loss.ce_weight} and {self.loss.z_loss}"
-            )
         if self.loss.recompute and self.loss.method not in ("fused", "online"):
             raise ValueError(f"loss.recompute goes with loss.method=fused only, found {self.loss.method}")
         return self

@@ -28,7 +28,6 @@ from trainer.data.dataset import (
 )
 from trainer.evaluate import evaluate, heldout_sequences
 from trainer.flops import matmul_parameters, measured_matmul_rate, step_flops
-from trainer.losses.options import LossOptions
 from trainer.metrics import MetricsLog, Screen
 from trainer.model import (
     activation,
@@ -62,7 +61,6 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         raise UsageError("fit needs output=FOLDER (or s3://…) for checkpoints and logs")
     device, dtype = choose_device(config)
     attention_kind = choose_attention(config, device)
-    _check_loss(config)
     run = checkpoint.CheckpointFolder(config.output, patience_s=config.train.store_patience_s)
     index = run.index()
     saved_folder = run.fetch(index.latest) if index.latest else None
@@ -429,17 +427,6 @@ def choose_attention(config: TrainerConfig, device: torch.device) -> str:
         return attention.choose_kind(device, config.train.attention)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _check_loss(config: TrainerConfig) -> None:
-    """Refuse what the loss would refuse at the first step, before any weight is loaded."""
-    loss = config.loss
-    try:
-        LossOptions(
-            loss.tail or "bucket", loss.divergence, loss.jsd_beta, loss.temperature, loss.ce_weight, loss.z_loss
-        )
-    except ValueError as error:
-        raise UsageError(f"loss: {error}") from error
 
 
 def load_for_training(

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -32,12 +31,12 @@ class TrainingDiverged(TeacherCacheError):
 
 @dataclass(frozen=True)
 class StepResult:
+    """What one step did: its loss is the mean over its valid rows in nats, its tokens leave padding out."""
+
     loss: float
-    """Mean over the step's valid rows, nats."""
     grad_norm: float
     rows: int
     tokens: int
-    """Tokens of documents: padding is not counted."""
 
 
 class Step:
@@ -110,7 +109,7 @@ class Step:
         return sequence.num_rows
 
     def loss(self, sequence: PackedSequence, *, num_valid: int) -> torch.Tensor:
-        """Sum over the sequence's valid rows / num_valid: a scalar to call backward on."""
+        """Return the sum over the sequence's valid rows / num_valid: a scalar to call backward on."""
         with autocast(self.config.train.autocast, self.device):
             documents = DocumentLayout(sequence.document_lengths, self.attention_kind, self.device)
             hidden = student.hidden_states(self.model, sequence.input_ids, sequence.position_ids, documents)
@@ -122,9 +121,15 @@ class Step:
             assert self.teacher is not None
             teacher_logits = row_logits(self.teacher, sequence, documents, self.config.train.autocast)
         return distillation_loss(
-            rows, head, sequence, self.config.loss, top_k=self.config.data.top_k, num_valid=num_valid,
-            vocab_size=min(self.vocab_size, head.weight.shape[0]), teacher_logits=teacher_logits,
-        )  # fmt: skip
+            rows,
+            head,
+            sequence,
+            self.config.loss,
+            top_k=self.config.data.top_k,
+            num_valid=num_valid,
+            vocab_size=min(self.vocab_size, head.weight.shape[0]),
+            teacher_logits=teacher_logits,
+        )
 
 
 def distillation_loss(
@@ -138,45 +143,54 @@ def distillation_loss(
     vocab_size: int,
     teacher_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The configured loss of hidden states [R, d] (already scaled) against a sequence's R teacher rows."""
+    """Return the configured loss of hidden states [R, d] (already scaled) against a sequence's R teacher rows.
+
+    num_valid     what the sum is divided by; top_k  use only this many of the cached entries (None: all)
+    vocab_size    the real vocabulary; teacher_logits  [R, at least vocab_size], with config.method = online
+    """
     weight = head.weight if head.weight.dtype == hidden.dtype else head.weight.to(hidden.dtype)
     valid = sequence.labels != NO_LABEL if config.ce_weight else None
-    shared: dict[str, Any] = {
-        "divergence": config.divergence,
-        "jsd_beta": config.jsd_beta,
-        "temperature": config.temperature,
-        "num_valid": num_valid,
-        "vocab_size": vocab_size,
-        "softcap": head.softcap,
-        "bias": head.bias,
-        "chunk_size": config.chunk_size,
-    }
-    cached: dict[str, Any] = {
-        "labels": sequence.labels if config.ce_weight else None,
-        "ce_weight": config.ce_weight,
-        "z_loss": config.z_loss,
-        "recompute": config.recompute,
-        "validate": False,  # records were checked when they were committed, ids when the cache was opened
-    }
-    if config.method == "online":
+    options = config.for_head(head.softcap)
+    live = config.method == "online"
+    if live:
         assert teacher_logits is not None
         if config.tail is None:
-            return online_kl_loss(hidden, weight, teacher_logits, valid=valid, **shared)
-        return online_kl_loss(
-            hidden, weight, teacher_logits, tail=config.tail, topk=top_k or sequence.topk_ids.shape[1], valid=valid,
-            **shared, **cached,
-        )  # fmt: skip
-    rows = TeacherRows(sequence.topk_ids, sequence.topk_logprobs, sequence.tail_logprob, valid)
-    if top_k is not None:
-        rows = rows.truncate(min(top_k, rows.k))
-    return kl_loss(hidden, weight, rows, method=config.method, tail=config.tail or "bucket", **shared, **cached)
+            return online_kl_loss(
+                hidden,
+                weight,
+                teacher_logits,
+                options=options,
+                valid=valid,
+                num_valid=num_valid,
+                vocab_size=vocab_size,
+                bias=head.bias,
+                chunk_size=config.chunk_size,
+            )
+        rows = TeacherRows.from_logits(teacher_logits[:, :vocab_size], top_k or sequence.topk_ids.shape[1], valid)
+    else:
+        rows = TeacherRows(sequence.topk_ids, sequence.topk_logprobs, sequence.tail_logprob, valid)
+        rows = rows if top_k is None else rows.truncate(min(top_k, rows.top_k))
+    return kl_loss(
+        hidden,
+        weight,
+        rows,
+        options=options,
+        method="fused" if live else config.method,
+        labels=sequence.labels if config.ce_weight else None,
+        num_valid=num_valid,
+        vocab_size=vocab_size,
+        bias=head.bias,
+        chunk_size=config.chunk_size,
+        recompute=config.recompute,
+        validate=False,  # records were checked when they were committed, ids when the cache was opened
+    )
 
 
 @torch.no_grad()
 def row_logits(
     model: Model, sequence: PackedSequence, documents: DocumentLayout, autocast_to: str = "none"
 ) -> torch.Tensor:
-    """A live model's float32 logits [R, V] at the sequence's rows: R · V · 4 bytes."""
+    """Return a live model's float32 logits [R, V] at the sequence's rows: R · V · 4 bytes."""
     with autocast(autocast_to, sequence.input_ids.device):
         hidden = student.hidden_states(model, sequence.input_ids, sequence.position_ids, documents)
     return student.head(model).logits(hidden.index_select(0, sequence.row_index))
@@ -184,6 +198,7 @@ def row_logits(
 
 @contextlib.contextmanager
 def autocast(to: str, device: torch.device) -> Iterator[None]:
+    """Run the matrix products in bfloat16 unless `to` is "none"."""
     if to == "none":
         yield
     else:

@@ -13,14 +13,14 @@ import torch
 
 import teachercache
 from teachercache.errors import UsageError
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, load_config
 from trainer.data.dataset import (
     NO_LABEL,
     PackedCache,
     PackedSequence,
     pack_records,
 )
-from trainer.fit import _auto_policy, fit
+from trainer.fit import _auto_policy
 from trainer.model import activation, student
 from trainer.model.attention import DocumentLayout
 from trainer.model.student import load_student
@@ -275,10 +275,9 @@ def test_hidden_states_of_a_layout_are_the_models_own(student: Path, sequences: 
 
 
 def test_a_loss_that_does_not_exist_is_refused_before_the_cache_is_opened() -> None:
-    loss = {"tail": "none", "temperature": 2.0}
-    config = TrainerConfig.model_validate({"cache": "nowhere", "student": "nowhere", "output": "nowhere", "loss": loss})
+    paths = ["cache=nowhere", "student=nowhere", "output=nowhere"]
     with pytest.raises(UsageError, match="tail='none' is defined at temperature 1 only"):
-        fit(config)
+        load_config(None, [*paths, "loss={tail: none, temperature: 2.0}"])
 
 
 def test_auto_checkpointing_counts_the_bytes_of_the_weights_dtype(

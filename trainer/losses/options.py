@@ -1,17 +1,23 @@
-"""What a loss is made of, and which combinations are accepted."""
+"""What a loss is made of, and which combinations are accepted: the only place that spells the options' names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, get_args
 
-TAILS = ("bucket", "none", "renormalize")
-DIVERGENCES = ("forward", "reverse", "jsd")
-METHODS = ("fused", "forward_chunked", "dense")
+from pydantic import Field
+
+Tail = Literal["bucket", "none", "renormalize"]
+Divergence = Literal["forward", "reverse", "jsd"]
+Method = Literal["fused", "forward_chunked", "dense"]
+TAILS: tuple[str, ...] = get_args(Tail)
+DIVERGENCES: tuple[str, ...] = get_args(Divergence)
+METHODS: tuple[str, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """One row's loss, `(1 - ce_weight) * KD + ce_weight * CE + z_loss * logsumexp(z)^2`.
+class Objective:
+    """One row's loss, `(1 - ce_weight) * KD + ce_weight * CE + z_loss * logsumexp(z)^2`: what a run chooses.
 
     | tail        | divergence            | temperature | cross-entropy, z-loss |
     |-------------|-----------------------|-------------|-----------------------|
@@ -19,21 +25,38 @@ class LossOptions:
     | none        | forward               | 1           | yes                   |
     | renormalize | forward               | 1           | yes                   |
     | renormalize | forward               | any > 0     | no                    |
+    | None        | forward, reverse, jsd | any > 0     | no                    |
 
-    Soft-cap, bias, vocabulary mask and invalid rows go with every line. All else raises ValueError.
+    Soft-cap, bias, vocabulary mask and invalid rows go with every line. All else raises ValueError. `tail=None` is the
+    full vocabulary, which needs a live teacher: `online_kl_loss` takes it, `kl_loss` refuses it.
     """
 
-    tail: str = "bucket"
-    divergence: str = "forward"
-    jsd_beta: float = 0.5
-    temperature: float = 1.0
-    ce_weight: float = 0.0
-    z_loss: float = 0.0
-    softcap: float | None = None
+    tail: Annotated[
+        Tail | None,
+        Field(
+            description="Where the mass outside the cached K goes: into one more outcome (`bucket`), nowhere (`none`), or "
+            "to the K (`renormalize`). With loss.method=online, null is the full vocabulary."
+        ),
+    ] = "bucket"
+    divergence: Annotated[
+        Divergence,
+        Field(description="`forward` is KL(teacher || student), `reverse` KL(student || teacher), `jsd` between them."),
+    ] = "forward"
+    jsd_beta: Annotated[
+        float, Field(description="The teacher's weight in the mixture of `jsd`; 0 and 1 are forward and reverse KL.")
+    ] = 0.5
+    temperature: Annotated[
+        float, Field(description="Tempers teacher and student; the KD term is multiplied by temperature².")
+    ] = 1.0
+    ce_weight: Annotated[
+        float, Field(description="Loss = (1 - ce_weight) · KD + ce_weight · cross-entropy on the real next token.")
+    ] = 0.0
+    z_loss: Annotated[float, Field(description="Weight of logsumexp(logits)², which keeps logits from drifting.")] = 0.0
 
     def __post_init__(self) -> None:
-        if self.tail not in TAILS:
-            raise ValueError(f"tail must be one of {', '.join(TAILS)}, found {self.tail!r}")
+        """Raise ValueError for a value out of range or a combination that is not in the table."""
+        if self.tail not in (*TAILS, None):
+            raise ValueError(f"tail must be one of {', '.join(TAILS)}, or None online, found {self.tail!r}")
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, found {self.divergence!r}")
         if not 0.0 <= self.jsd_beta <= 1.0:
@@ -44,9 +67,7 @@ class LossOptions:
             raise ValueError(f"ce_weight must lie in [0, 1], found {self.ce_weight}")
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss must be non-negative and finite, found {self.z_loss}")
-        if self.softcap is not None and not 0.0 < self.softcap < float("inf"):
-            raise ValueError(f"softcap must be positive and finite or None, found {self.softcap}")
-        if self.divergence != "forward" and self.tail != "bucket":
+        if self.divergence != "forward" and self.tail not in ("bucket", None):
             raise ValueError(
                 f"divergence={self.divergence!r} needs tail='bucket' (on a sub-mass it has no useful minimum), "
                 f"found tail={self.tail!r}"
@@ -55,7 +76,13 @@ class LossOptions:
             raise ValueError(
                 f"tail='none' is defined at temperature 1 only, found {self.temperature}; use tail='bucket'"
             )
-        if self.tail == "renormalize" and self.temperature != 1.0 and (self.ce_weight or self.z_loss):
+        mixed = self.ce_weight or self.z_loss
+        if self.tail is None and mixed:
+            raise ValueError(
+                f"tail=None is the divergence over the full vocabulary alone: ce_weight and z_loss must be 0, "
+                f"found {self.ce_weight} and {self.z_loss}"
+            )
+        if self.tail == "renormalize" and self.temperature != 1.0 and mixed:
             raise ValueError(
                 f"tail='renormalize' at temperature {self.temperature} tempers the whole softmax and cannot be mixed "
                 f"with cross-entropy or z-loss, found ce_weight={self.ce_weight}, z_loss={self.z_loss}; "
@@ -64,16 +91,43 @@ class LossOptions:
 
     @property
     def kd_weight(self) -> float:
+        """Return the weight of the distillation term, 1 - ce_weight."""
         return 1.0 - self.ce_weight
 
     @property
     def logit_scale(self) -> float:
-        """What the logits are multiplied by before anything else: 1/T where T acts on the whole softmax."""
+        """Return what the logits are multiplied by before anything else: 1/T where T acts on the whole softmax."""
         return 1.0 / self.temperature if self.tail == "renormalize" else 1.0
 
     @property
     def effective_divergence(self) -> str:
-        """The divergence with JSD's two ends resolved."""
+        """Return the divergence with JSD's two ends resolved."""
         if self.divergence == "jsd" and self.jsd_beta in (0.0, 1.0):
             return "forward" if self.jsd_beta == 0.0 else "reverse"
         return self.divergence
+
+    def for_head(self, softcap: float | None) -> LossOptions:
+        """Return the options of this objective on a head with that soft-cap."""
+        return LossOptions(**{f.name: getattr(self, f.name) for f in fields(Objective)}, softcap=softcap)
+
+
+@dataclass(frozen=True)
+class LossOptions(Objective):
+    """An objective, and the soft-cap of the student's head: `z = softcap * tanh(z / softcap)`, after the bias."""
+
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range or a combination that is not in `Objective`'s table."""
+        super().__post_init__()
+        if self.softcap is not None and not 0.0 < self.softcap < float("inf"):
+            raise ValueError(f"softcap must be positive and finite or None, found {self.softcap}")
+
+    def to_scalars(self) -> tuple[Any, ...]:
+        """Return the values in the order of SCALARS; `LossOptions(*scalars)` is the way back."""
+        return tuple(getattr(self, name) for name in OPTION_NAMES)
+
+
+OPTION_NAMES = tuple(f.name for f in fields(LossOptions))
+# The options in the schema of a torch operator, which takes flat scalars only.
+SCALARS = ", ".join(f"{'str' if isinstance(f.default, str) else 'float?'} {f.name}" for f in fields(LossOptions))

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from trainer.losses.options import LossOptions
+from trainer.losses.products import accumulator_dtype
+from trainer.losses.rows import TeacherRows
 
 
 class RowGrad(NamedTuple):
@@ -31,19 +33,45 @@ class RowGrad(NamedTuple):
     outside: Tensor
 
 
-def teacher_log_vector(topk_logprobs: Tensor, tail_logprob: Tensor, options: LossOptions, has_outside: bool) -> Tensor:
-    """log s, [n, K] or [n, K+1] with the tail: normalised and tempered, in float32 (or float64)."""
+def student_logits(raw: Tensor, bias: Tensor | None, options: LossOptions) -> Tensor:
+    """Return raw logits in float32 (float64) with bias and soft-cap; `raw` itself where there is nothing to do."""
+    z = raw.to(accumulator_dtype(raw.dtype))
+    if bias is not None:
+        z = z + bias.to(z.dtype)
+    return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+
+
+def teacher_log_vector(rows: TeacherRows, options: LossOptions, has_outside: bool) -> Tensor:
+    """Return log s of prepared rows, [n, K] or [n, K+1] with the tail: normalised and tempered."""
+    logprobs = rows.topk_logprobs
     if options.tail == "none":
-        return topk_logprobs
+        return logprobs
     if options.tail == "bucket" and has_outside:
-        topk_logprobs = torch.cat([topk_logprobs, tail_logprob[:, None]], dim=1)
-    return torch.log_softmax(topk_logprobs / options.temperature, dim=1)
+        logprobs = torch.cat([logprobs, rows.tail_logprob[:, None]], dim=1)
+    return torch.log_softmax(logprobs / options.temperature, dim=1)
+
+
+def log_mixture(log_s: Tensor, log_r: Tensor, beta: float) -> Tensor:
+    """Return log(beta * s + (1 - beta) * r), for 0 < beta < 1."""
+    return torch.logaddexp(log_s + math.log(beta), log_r + math.log1p(-beta))
+
+
+def divergence(s: Tensor, log_s: Tensor, r: Tensor, log_r: Tensor, options: LossOptions) -> Tensor:
+    """Return D(teacher s, student r), summed over dim 1; where s or r is 0, its logarithm must be finite."""
+    name = options.effective_divergence
+    if name == "forward":
+        return (s * (log_s - log_r)).sum(dim=1)
+    if name == "reverse":
+        return (r * (log_r - log_s)).sum(dim=1)
+    beta = options.jsd_beta
+    log_m = log_mixture(log_s, log_r, beta)
+    return beta * (s * (log_s - log_m)).sum(dim=1) + (1 - beta) * (r * (log_r - log_m)).sum(dim=1)
 
 
 def row_loss(
     z_topk: Tensor, outside_lse: Tensor, z_label: Tensor | None, log_s: Tensor, options: LossOptions, has_outside: bool
 ) -> Tensor:
-    """Loss [n] of each row, differentiable.
+    """Return the loss [n] of each row, differentiable.
 
     z_topk [n, K] and z_label [n] are already multiplied by `options.logit_scale`, as is what outside_lse [n] sums.
     """
@@ -52,23 +80,21 @@ def row_loss(
     lse = torch.logsumexp(y, dim=1)
     if options.tail == "bucket":
         log_r = torch.log_softmax(y / t, dim=1)
-        s, r = log_s.exp(), log_r.exp()
-        name = options.effective_divergence
-        if name == "forward":
-            kd = (s * (log_s - log_r)).sum(dim=1)
-        elif name == "reverse":
-            kd = (r * (log_r - log_s)).sum(dim=1)
-        else:
-            beta = options.jsd_beta
-            log_m = torch.logaddexp(log_s + math.log(beta), log_r + math.log1p(-beta))
-            kd = (beta * s * (log_s - log_m) + (1 - beta) * r * (log_r - log_m)).sum(dim=1)
+        kd = divergence(log_s.exp(), log_s, log_r.exp(), log_r, options)
     else:
         kd = (log_s.exp() * (log_s - (z_topk - lse[:, None]))).sum(dim=1)
-    loss = options.kd_weight * t**2 * kd
+    return mixed(kd, lse, z_label, options)
+
+
+def mixed(kd: Tensor, lse: Tensor | None, z_label: Tensor | None, options: LossOptions) -> Tensor:
+    """Return the loss [n]: KD times T^2 with its share of cross-entropy and z-loss; lse [n] is over all logits."""
+    loss = options.kd_weight * options.temperature**2 * kd
     if options.ce_weight:
+        assert lse is not None
         assert z_label is not None
         loss = loss + options.ce_weight * (lse - z_label)
     if options.z_loss:
+        assert lse is not None
         loss = loss + options.z_loss * lse**2
     return loss
 
@@ -76,7 +102,7 @@ def row_loss(
 def row_loss_and_grad(
     z_topk: Tensor, outside_lse: Tensor, z_label: Tensor | None, log_s: Tensor, options: LossOptions, has_outside: bool
 ) -> RowGrad:
-    """`row_loss` and its gradient with respect to the logits *before* `options.logit_scale`.
+    """Return `row_loss` and its gradient with respect to the logits *before* `options.logit_scale`.
 
     The label's own term, -ce_weight at its place, is left to the caller, who knows whether it is among the K.
     """
@@ -89,39 +115,23 @@ def row_loss_and_grad(
     if options.tail == "bucket":
         log_r = torch.log_softmax(y / t, dim=1)
         r = log_r.exp()
+        kd = divergence(s, log_s, r, log_r, options)
         name = options.effective_divergence
         if name == "forward":
-            kd = (s * (log_s - log_r)).sum(dim=1)
             grad = r - s
         elif name == "reverse":
-            gap = log_r - log_s
-            kd = (r * gap).sum(dim=1)
-            grad = r * (gap - kd[:, None])
+            grad = r * (log_r - log_s - kd[:, None])
         else:
-            beta = options.jsd_beta
-            log_m = torch.logaddexp(log_s + math.log(beta), log_r + math.log1p(-beta))
-            gap = log_r - log_m
-            student_part = (r * gap).sum(dim=1)
-            kd = beta * (s * (log_s - log_m)).sum(dim=1) + (1 - beta) * student_part
-            grad = (1 - beta) * r * (gap - student_part[:, None])
-        grad = grad * t
+            gap = log_r - log_mixture(log_s, log_r, options.jsd_beta)
+            grad = (1 - options.jsd_beta) * r * (gap - (r * gap).sum(dim=1)[:, None])
     else:
         # logit_scale is 1/T here: T^2 of the loss and 1/T of the scaled logits leave one T.
         kd = (s * (log_s - log_q[:, :k])).sum(dim=1)
         grad = q * s.sum(dim=1, keepdim=True)
         grad[:, :k] -= s
-        grad = grad * t
-    loss = options.kd_weight * t**2 * kd
-    grad = options.kd_weight * grad
-    on_q = torch.zeros_like(lse)
-    if options.ce_weight:
-        assert z_label is not None
-        loss = loss + options.ce_weight * (lse - z_label)
-        on_q = on_q + options.ce_weight
-    if options.z_loss:
-        loss = loss + options.z_loss * lse**2
-        on_q = on_q + 2 * options.z_loss * lse
+    grad = options.kd_weight * (grad * t)
     if options.ce_weight or options.z_loss:
+        on_q = options.ce_weight + 2 * options.z_loss * lse
         grad = grad + on_q[:, None] * q
     outside = grad[:, k] if has_outside else torch.zeros_like(lse)
-    return RowGrad(loss, grad[:, :k], outside)
+    return RowGrad(mixed(kd, lse, z_label, options), grad[:, :k], outside)

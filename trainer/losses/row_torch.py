@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trainer.losses.options import LossOptions
+from trainer.losses.products import accumulator_dtype
 from trainer.losses.row_math import row_loss_and_grad, teacher_log_vector
+from trainer.losses.rows import TeacherRows
 
 
 def loss_and_grad_in_place(
     logits: Tensor,
     bias: Tensor | None,
-    topk_ids: Tensor,
-    topk_logprobs: Tensor,
-    tail_logprob: Tensor,
+    rows: TeacherRows,
     labels: Tensor | None,
     row_scale: Tensor,
     options: LossOptions,
@@ -25,21 +26,16 @@ def loss_and_grad_in_place(
     """Return each row's loss and overwrite `logits` by row_scale * dloss/dlogits.
 
     logits        [n, V] product of hidden and head, before bias and soft-cap; overwritten
-    topk_ids      [n, K]; topk_logprobs [n, K]; tail_logprob [n]; labels [n] or None
+    rows          n rows; row_scale is read instead of their `valid`
+    labels        [n] or None
     row_scale     [n] float32; 0 marks an invalid row, whose loss and gradient are 0
     returns       [n] loss, not scaled, in float32 (float64 for float64 logits)
 
     With write_grad=False the content of `logits` is unspecified afterwards.
     """
-    vocab = logits.shape[1]
-    k = topk_ids.shape[1]
-    has_outside = k < vocab
-    compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    alive = row_scale != 0
-    # An invalid row's ids may be anything: give it harmless ones.
-    ids = torch.where(alive[:, None], topk_ids.long(), torch.arange(k, device=logits.device))
-    logprobs = torch.where(alive[:, None], topk_logprobs.to(compute), -math.log(k + 1))
-    tail = torch.where(alive, tail_logprob.to(compute), -math.log(k + 1))
+    compute = accumulator_dtype(logits.dtype)
+    rows = replace(rows, valid=row_scale != 0).prepared(compute)
+    ids, has_outside = rows.topk_ids, rows.top_k < logits.shape[1]
 
     z = logits.to(compute)  # the same storage when the dtype agrees: the work below is in place
     if bias is not None:
@@ -56,7 +52,7 @@ def loss_and_grad_in_place(
     label_index = z_label = None
     if options.ce_weight:
         assert labels is not None
-        label_index = torch.where(alive, labels.long(), 0)[:, None]
+        label_index = rows.where_valid(labels.long(), 0)[:, None]
         z_label = z.gather(1, label_index)[:, 0]
 
     # Sum the exponentials outside the K themselves: 1 - sum(q over K) would cancel.
@@ -66,9 +62,9 @@ def loss_and_grad_in_place(
     total = z.sum(dim=1)
     outside_lse = top[:, 0] + total.log()
 
-    log_s = teacher_log_vector(logprobs, tail, options, has_outside)
+    log_s = teacher_log_vector(rows, options, has_outside)
     row = row_loss_and_grad(z_topk, outside_lse, z_label, log_s, options, has_outside)
-    loss = torch.where(alive, row.loss, 0.0)
+    loss = rows.where_valid(row.loss, 0.0)
     if not write_grad:
         return loss
 

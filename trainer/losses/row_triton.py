@@ -31,11 +31,12 @@ from torch import Tensor
 
 from trainer.losses.options import LossOptions
 from trainer.losses.products import on_device_of
+from trainer.losses.rows import TeacherRows
 
 # The K cached entries of a row are one vector of the kernel; beyond this the torch twin runs.
 MAX_K = 4096
 
-_TAIL = {"bucket": 0, "none": 1, "renormalize": 2}
+_TAIL: dict[str | None, int] = {"bucket": 0, "none": 1, "renormalize": 2}
 _DIVERGENCE = {"forward": 0, "reverse": 1, "jsd": 2}
 
 
@@ -56,58 +57,41 @@ class LaunchConfig:
 DEFAULT_CONFIG = LaunchConfig()
 
 
+# A helper's `transform` is (bias_ptr, softcap, logit_scale), done to raw logits in this order; None is left out of the
+# compiled kernel.
+
+
 @triton.jit
-def _bias_cap_scale(
-    raw,
-    cols,
-    in_row,
-    bias_ptr,
-    softcap,
-    logit_scale,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-):
+def _bias_cap_scale(raw, cols, in_row, transform):
     """Bias, soft-cap and scale on raw logits; -inf stays -inf. float32."""
+    bias_ptr, softcap, logit_scale = transform
     z = raw.to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         z += tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
-    if HAS_SOFTCAP:
+    if softcap is not None:
         stashed = z == -float("inf")
         ratio = z / softcap
         small = tl.exp(-2.0 * tl.abs(ratio))
         magnitude = softcap * (1.0 - small) / (1.0 + small)
         z = tl.where(stashed, z, tl.where(ratio < 0, -magnitude, magnitude))
-    if HAS_SCALE:
+    if logit_scale is not None:
         z *= logit_scale
     return z
 
 
 @triton.jit
-def _load_logits(
-    base,
-    cols,
-    row_stride,
-    vocab,
-    bias_ptr,
-    softcap,
-    logit_scale,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _load_logits(base, cols, row_stride, vocab, transform, MASKED: tl.constexpr):
     """Logits of some columns in float32; with MASKED, -inf beyond the vocabulary.
 
     The masked load runs to the padded row stride, a multiple of 16 bytes, so that it stays wide for an odd vocabulary.
     """
     if MASKED:
         raw = tl.load(base + cols, mask=cols < row_stride, other=-float("inf"))
-        z = _bias_cap_scale(raw, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
+        z = _bias_cap_scale(raw, cols, cols < vocab, transform)
         z = tl.where(cols < vocab, z, -float("inf"))
     else:
         raw = tl.load(base + cols)
-        z = _bias_cap_scale(raw, cols, cols < vocab, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
+        z = _bias_cap_scale(raw, cols, cols < vocab, transform)
     return z
 
 
@@ -132,20 +116,10 @@ def _logaddexp(a, b):
 
 @triton.jit
 def _kd(
-    y,
-    y_t,
-    logprobs,
-    tail,
-    in_k,
-    inv_t,
-    beta,
-    log_beta,
-    log_rest,
-    TAIL: tl.constexpr,
-    DIVERGENCE: tl.constexpr,
-    HAS_T: tl.constexpr,
+    y, y_t, logprobs, tail, in_k, inv_t, mixture, TAIL: tl.constexpr, DIVERGENCE: tl.constexpr, HAS_T: tl.constexpr
 ):
     """KD loss (without T^2) and its gradient (without T) at the K and at the tail; see row_math.py."""
+    beta, log_beta, log_rest = mixture
     grad_t = 0.0
     if TAIL == 0:
         log_s, log_s_t, _ = _log_softmax(logprobs * inv_t, tail * inv_t, HAS_T)
@@ -198,13 +172,22 @@ def _kd(
 
 
 @triton.jit
-def _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+def _soft_cap_slope(z, transform):
+    """Return d z / d raw of the soft-cap, from the z behind it."""
+    _, softcap, logit_scale = transform
+    if logit_scale is not None:
+        softcap *= logit_scale
+    ratio = z / softcap
+    return 1.0 - ratio * ratio
+
+
+@triton.jit
+def _outside_grad(z, coefficient, y_t2, transform):
     """coefficient * softmax_outside(z), with the soft-cap's own derivative; y_t2 is the outside's lse * log2(e)."""
     LOG2E: tl.constexpr = 1.4426950408889634
     g = coefficient * tl.exp2(z * LOG2E - y_t2)
-    if HAS_SOFTCAP:
-        ratio = z / (softcap * logit_scale)
-        g = tl.where(z == -float("inf"), 0.0, g * (1.0 - ratio * ratio))
+    if transform[1] is not None:
+        g = tl.where(z == -float("inf"), 0.0, g * _soft_cap_slope(z, transform))
     return g
 
 
@@ -223,7 +206,7 @@ def _row_kernel(
     loss_ptr,
     rows,
     vocab,
-    topk,
+    top_k,
     temperature,
     logit_scale,
     softcap,
@@ -236,9 +219,6 @@ def _row_kernel(
     DIVERGENCE: tl.constexpr,
     HAS_T: tl.constexpr,
     HAS_CE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -247,8 +227,9 @@ def _row_kernel(
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     k = tl.arange(0, BLOCK_K)
-    in_k = k < topk
+    in_k = k < top_k
     lanes = tl.arange(0, BLOCK_V)
+    transform = (bias_ptr, softcap, logit_scale)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         row64 = tl.full([], 0, tl.int64) + row  # also where the interpreter loops over Python integers
         base = logits_ptr + row64 * row_stride
@@ -268,15 +249,13 @@ def _row_kernel(
             )
             tail = tl.load(tail_ptr + row).to(tl.float32)
             raw = tl.load(base + ids, mask=in_k, other=-float("inf"))
-            y = _bias_cap_scale(raw, ids, in_k, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
+            y = _bias_cap_scale(raw, ids, in_k, transform)
             label = 0
             z_label = 0.0
             if HAS_CE:
                 label = tl.load(label_ptr + row).to(tl.int64)
                 raw_label = tl.load(base + label)
-                z_label = _bias_cap_scale(
-                    raw_label, label, True, bias_ptr, softcap, logit_scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE
-                )
+                z_label = _bias_cap_scale(raw_label, label, True, transform)
             tl.debug_barrier()
             minus_inf = tl.full([BLOCK_K], -float("inf"), dtype=tl.float32).to(logits_ptr.dtype.element_ty)
             tl.store(base + ids, minus_inf, mask=in_k)
@@ -288,69 +267,21 @@ def _row_kernel(
             offset2 = offset * LOG2E
             sums = tl.zeros([BLOCK_V], dtype=tl.float32)
             for start in tl.range(0, full, BLOCK_V, num_stages=STAGES):
-                z = _load_logits(
-                    base,
-                    start + lanes,
-                    row_stride,
-                    vocab,
-                    bias_ptr,
-                    softcap,
-                    logit_scale,
-                    HAS_BIAS,
-                    HAS_SOFTCAP,
-                    HAS_SCALE,
-                    False,
-                )
+                z = _load_logits(base, start + lanes, row_stride, vocab, transform, False)
                 sums += tl.exp2(z * LOG2E - offset2)
-            z = _load_logits(
-                base,
-                full + lanes,
-                row_stride,
-                vocab,
-                bias_ptr,
-                softcap,
-                logit_scale,
-                HAS_BIAS,
-                HAS_SOFTCAP,
-                HAS_SCALE,
-                True,
-            )
+            z = _load_logits(base, full + lanes, row_stride, vocab, transform, True)
             sums += tl.exp2(z * LOG2E - offset2)
             total = tl.sum(sums, axis=0)
             if HAS_T:  # noqa: SIM102  (one is decided when compiling, the other when running)
                 if (total < 1e-25) | (total > 1e30):
                     tops = tl.full([BLOCK_V], -float("inf"), dtype=tl.float32)
                     for start in range(0, row_stride, BLOCK_V):
-                        z = _load_logits(
-                            base,
-                            start + lanes,
-                            row_stride,
-                            vocab,
-                            bias_ptr,
-                            softcap,
-                            logit_scale,
-                            HAS_BIAS,
-                            HAS_SOFTCAP,
-                            HAS_SCALE,
-                            True,
-                        )
+                        z = _load_logits(base, start + lanes, row_stride, vocab, transform, True)
                         tops = tl.maximum(tops, z)
                     offset = tl.max(tops, axis=0)
                     sums = tl.zeros([BLOCK_V], dtype=tl.float32)
                     for start in range(0, row_stride, BLOCK_V):
-                        z = _load_logits(
-                            base,
-                            start + lanes,
-                            row_stride,
-                            vocab,
-                            bias_ptr,
-                            softcap,
-                            logit_scale,
-                            HAS_BIAS,
-                            HAS_SOFTCAP,
-                            HAS_SCALE,
-                            True,
-                        )
+                        z = _load_logits(base, start + lanes, row_stride, vocab, transform, True)
                         sums += tl.exp2((z - offset) * LOG2E)
                     total = tl.sum(sums, axis=0)
             y_t = offset
@@ -358,9 +289,8 @@ def _row_kernel(
                 y_t = offset + tl.log(total)
 
             # 3. Loss and gradients from K+1 numbers.
-            kd, grad, grad_t = _kd(
-                y, y_t, logprobs, tail, in_k, 1.0 / temperature, beta, log_beta, log_rest, TAIL, DIVERGENCE, HAS_T
-            )
+            mixture = (beta, log_beta, log_rest)
+            kd, grad, grad_t = _kd(y, y_t, logprobs, tail, in_k, 1.0 / temperature, mixture, TAIL, DIVERGENCE, HAS_T)
             log_q, log_q_t, lse = _log_softmax(y, y_t, HAS_T)
             kd_weight = 1.0 - ce_weight
             on_q = ce_weight + 2.0 * z_loss * lse
@@ -375,84 +305,55 @@ def _row_kernel(
                 coefficient = 0.0
                 if HAS_T:
                     coefficient = scale * (kd_weight * temperature * grad_t + on_q * tl.exp(log_q_t))
-                in_topk = 0
+                label_in_k = 0
                 if HAS_CE:
                     is_label = (ids == label) & in_k
-                    in_topk = tl.max(is_label.to(tl.int32), axis=0)
+                    label_in_k = tl.max(is_label.to(tl.int32), axis=0)
                     grad = tl.where(is_label, grad - ce_weight, grad)
                 grad = grad * scale
                 label_grad = coefficient * tl.exp2((z_label - y_t) * LOG2E) - ce_weight * scale
-                if HAS_SOFTCAP:
-                    ratio_k = y / (softcap * logit_scale)
-                    grad = grad * (1.0 - ratio_k * ratio_k)
-                    ratio_l = z_label / (softcap * logit_scale)
-                    label_grad = label_grad * (1.0 - ratio_l * ratio_l)
+                if softcap is not None:
+                    grad = grad * _soft_cap_slope(y, transform)
+                    label_grad = label_grad * _soft_cap_slope(z_label, transform)
                 # Backwards: the end of the row is what the first pass left in L2.
                 y_t2 = y_t * LOG2E
                 cols = full + lanes
-                z = _load_logits(
-                    base,
-                    cols,
-                    row_stride,
-                    vocab,
-                    bias_ptr,
-                    softcap,
-                    logit_scale,
-                    HAS_BIAS,
-                    HAS_SOFTCAP,
-                    HAS_SCALE,
-                    True,
-                )
-                g = _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP)
+                z = _load_logits(base, cols, row_stride, vocab, transform, True)
+                g = _outside_grad(z, coefficient, y_t2, transform)
                 tl.store(base + cols, g.to(logits_ptr.dtype.element_ty), mask=cols < row_stride, eviction_policy=POLICY)
                 for back in tl.range(BLOCK_V, full + BLOCK_V, BLOCK_V, num_stages=STAGES):
                     cols = full - back + lanes
-                    z = _load_logits(
-                        base,
-                        cols,
-                        row_stride,
-                        vocab,
-                        bias_ptr,
-                        softcap,
-                        logit_scale,
-                        HAS_BIAS,
-                        HAS_SOFTCAP,
-                        HAS_SCALE,
-                        False,
-                    )
-                    g = _outside_grad(z, coefficient, y_t2, softcap, logit_scale, HAS_SOFTCAP)
+                    z = _load_logits(base, cols, row_stride, vocab, transform, False)
+                    g = _outside_grad(z, coefficient, y_t2, transform)
                     tl.store(base + cols, g.to(logits_ptr.dtype.element_ty), eviction_policy=POLICY)
                 tl.debug_barrier()
                 tl.store(base + ids, grad.to(logits_ptr.dtype.element_ty), mask=in_k)
                 if HAS_CE:  # noqa: SIM102
-                    if in_topk == 0:
+                    if label_in_k == 0:
                         tl.store(base + label, label_grad.to(logits_ptr.dtype.element_ty))
 
 
 def loss_and_grad_in_place(
     logits: Tensor,
     bias: Tensor | None,
-    topk_ids: Tensor,
-    topk_logprobs: Tensor,
-    tail_logprob: Tensor,
+    rows: TeacherRows,
     labels: Tensor | None,
     row_scale: Tensor,
     options: LossOptions,
     write_grad: bool,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """As row_torch.loss_and_grad_in_place, in one launch. Columns between V and the row stride are scratch.
+    """Do as row_torch.loss_and_grad_in_place, in one launch. Columns between V and the row stride are scratch.
 
     logits must be [n, V] with stride (row_stride, 1); without write_grad its K places are left at -inf.
     """
     n, vocab = logits.shape
-    k = topk_ids.shape[1]
+    k = rows.top_k
     loss = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n == 0:
         return loss
     config = config or DEFAULT_CONFIG
-    topk_ids = topk_ids if topk_ids.stride(1) == 1 else topk_ids.contiguous()
-    topk_logprobs = topk_logprobs if topk_logprobs.stride(1) == 1 else topk_logprobs.contiguous()
+    ids, logprobs = (x if x.stride(1) == 1 else x.contiguous() for x in (rows.topk_ids, rows.topk_logprobs))
     bias = None if bias is None else bias.contiguous()  # one column of something wider: the kernel steps by one
     row_stride = logits.stride(0) if n > 1 else max(vocab, logits.stride(0))
     programs = n
@@ -464,11 +365,11 @@ def loss_and_grad_in_place(
             logits,
             row_stride,
             bias,
-            topk_ids,
-            topk_ids.stride(0),
-            topk_logprobs,
-            topk_logprobs.stride(0),
-            tail_logprob.contiguous(),
+            ids,
+            ids.stride(0),
+            logprobs,
+            logprobs.stride(0),
+            rows.tail_logprob.contiguous(),
             None if labels is None else labels.contiguous(),
             row_scale.contiguous(),
             loss,
@@ -476,8 +377,8 @@ def loss_and_grad_in_place(
             vocab,
             k,
             options.temperature,
-            options.logit_scale,
-            options.softcap or 0.0,
+            None if options.logit_scale == 1.0 else options.logit_scale,
+            options.softcap,
             beta,
             math.log(beta) if 0 < beta < 1 else 0.0,
             math.log1p(-beta) if 0 < beta < 1 else 0.0,
@@ -487,9 +388,6 @@ def loss_and_grad_in_place(
             DIVERGENCE=_DIVERGENCE[options.effective_divergence],
             HAS_T=k < vocab,
             HAS_CE=options.ce_weight > 0,
-            HAS_BIAS=bias is not None,
-            HAS_SOFTCAP=options.softcap is not None,
-            HAS_SCALE=options.logit_scale != 1.0,
             WRITE_GRAD=write_grad,
             BLOCK_V=min(config.block, triton.next_power_of_2(max(row_stride, 16))),
             BLOCK_K=triton.next_power_of_2(max(k, 2)),

@@ -31,6 +31,7 @@ class TeacherRows:
     valid: Tensor | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a shape or dtype that does not fit."""
         if self.topk_ids.dim() != 2:
             raise ValueError(f"topk_ids must be [N, K], found shape {tuple(self.topk_ids.shape)}")
         if self.topk_ids.shape[1] == 0:
@@ -58,19 +59,21 @@ class TeacherRows:
             raise ValueError("teacher rows are constants: detach topk_logprobs and tail_logprob first")
 
     def __len__(self) -> int:
+        """Return N."""
         return self.topk_ids.shape[0]
 
     @property
-    def k(self) -> int:
+    def top_k(self) -> int:
+        """Return K."""
         return self.topk_ids.shape[1]
 
     def __getitem__(self, index: slice) -> TeacherRows:
-        """The rows of a slice, as views."""
+        """Return the rows of a slice, as views."""
         valid = None if self.valid is None else self.valid[index]
         return TeacherRows(self.topk_ids[index], self.topk_logprobs[index], self.tail_logprob[index], valid)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TeacherRows:
-        """The same rows on another device."""
+        """Return the same rows on another device."""
 
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=non_blocking)
@@ -78,24 +81,50 @@ class TeacherRows:
         valid = None if self.valid is None else move(self.valid)
         return TeacherRows(move(self.topk_ids), move(self.topk_logprobs), move(self.tail_logprob), valid)
 
-    def truncate(self, k: int) -> TeacherRows:
-        """Keep the first k entries of each row and move the mass of the others into the tail."""
-        if not 1 <= k <= self.k:
-            raise ValueError(f"cannot keep {k} of K = {self.k} entries: expected 1 to {self.k}")
-        if k == self.k:
+    def where_valid(self, x: Tensor, otherwise: Tensor | float) -> Tensor:
+        """Return x [N, ...] with `otherwise` at the invalid rows."""
+        if self.valid is None:
+            return x
+        return torch.where(self.valid.reshape(-1, *(1,) * (x.dim() - 1)), x, otherwise)
+
+    def prepared(self, dtype: torch.dtype) -> TeacherRows:
+        """Return the rows as torch computes with them: int64 ids, log-probabilities in `dtype`.
+
+        An invalid row may hold anything: its ids become 0 to K-1, its log-probabilities those of K+1 equal outcomes.
+        """
+        harmless_ids = torch.arange(self.top_k, device=self.topk_ids.device)
+        uniform = -math.log(self.top_k + 1)
+        return TeacherRows(
+            self.where_valid(self.topk_ids.long(), harmless_ids),
+            self.where_valid(self.topk_logprobs.to(dtype), uniform),
+            self.where_valid(self.tail_logprob.to(dtype), uniform),
+            self.valid,
+        )
+
+    def truncate(self, top_k: int) -> TeacherRows:
+        """Keep the first `top_k` entries of each row and move the mass of the others into the tail.
+
+        Raises ValueError unless 1 <= top_k <= K.
+        """
+        if not 1 <= top_k <= self.top_k:
+            raise ValueError(f"cannot keep {top_k} of K = {self.top_k} entries: expected 1 to {self.top_k}")
+        if top_k == self.top_k:
             return self
-        dropped = torch.logsumexp(self.topk_logprobs[:, k:].float(), dim=1)
+        dropped = torch.logsumexp(self.topk_logprobs[:, top_k:].float(), dim=1)
         tail = torch.logaddexp(self.tail_logprob.float(), dropped)
-        return TeacherRows(self.topk_ids[:, :k], self.topk_logprobs[:, :k], tail, self.valid)
+        return TeacherRows(self.topk_ids[:, :top_k], self.topk_logprobs[:, :top_k], tail, self.valid)
 
     @classmethod
-    def from_logits(cls, logits: Tensor, k: int, valid: Tensor | None = None) -> TeacherRows:
-        """The top k of full teacher logits [N, V], with the tail summed outside the k (no cancellation)."""
-        if not 1 <= k <= logits.shape[1]:
-            raise ValueError(f"cannot keep k = {k} of {logits.shape[1]} logits: expected 1 to {logits.shape[1]}")
+    def from_logits(cls, logits: Tensor, top_k: int, valid: Tensor | None = None) -> TeacherRows:
+        """Return the `top_k` largest of teacher logits [N, V], with the tail summed outside them (no cancellation).
+
+        Raises ValueError unless 1 <= top_k <= V. Takes float32 copies of the logits (float64 of float64 ones).
+        """
+        if not 1 <= top_k <= logits.shape[1]:
+            raise ValueError(f"cannot keep {top_k} of {logits.shape[1]} logits: expected 1 to {logits.shape[1]}")
         with torch.no_grad():
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            values, ids = logits.topk(k, dim=1)
+            values, ids = logits.topk(top_k, dim=1)
             outside = torch.logsumexp(logits.scatter(1, ids, -math.inf), dim=1)
             total = torch.logsumexp(logits, dim=1)
             tail = (outside - total).clamp_min(math.log(2.0**-23))

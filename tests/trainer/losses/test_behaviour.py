@@ -10,7 +10,7 @@ import torch
 
 from tests.trainer.losses.cases import exact, make_case, run
 from trainer.losses import TeacherRows, kl_loss, online_kl_loss
-from trainer.losses.chunking import default_chunk_size
+from trainer.losses.fused import default_chunk_size
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,8 @@ def test_torch_compile_sees_one_graph(recompute: bool) -> None:
 
 
 def test_the_operator_passes_torchs_own_checks() -> None:
-    from trainer.losses.fused import fused_kl
+    from trainer.losses.fused import Settings, fused_kl
+    from trainer.losses.options import LossOptions
 
     case = make_case(n=6)
     args = (
@@ -196,8 +197,7 @@ def test_the_operator_passes_torchs_own_checks() -> None:
         torch.full((6,), 1 / 6),
         torch.tensor(1 / 6),
         None,
-        *("bucket", "forward", 0.5, 1.0, 0.0, 0.0, None),
-        *(101, 4, False, True, True, False, False),
+        *Settings(101, 4, False, True, True, False, False, LossOptions()).flat(),
     )
     torch.library.opcheck(fused_kl, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
@@ -308,10 +308,10 @@ def test_online_over_the_full_vocabulary_bounds_the_bucket(divergence: str, temp
     teacher = torch.randn(13, 101, dtype=torch.float64) * 2
     options = {"divergence": divergence, "temperature": temperature, "jsd_beta": 0.3}
     full = online_kl_loss(case.hidden, case.head_weight, teacher, **options)
-    everything = online_kl_loss(case.hidden, case.head_weight, teacher, tail="bucket", topk=101, **options)
+    everything = online_kl_loss(case.hidden, case.head_weight, teacher, tail="bucket", top_k=101, **options)
     torch.testing.assert_close(full, everything)
     if temperature == 1.0:
-        cut = online_kl_loss(case.hidden, case.head_weight, teacher, tail="bucket", topk=7, **options)
+        cut = online_kl_loss(case.hidden, case.head_weight, teacher, tail="bucket", top_k=7, **options)
         assert float(cut) <= float(full)
     hidden = case.hidden.requires_grad_()
     valid = torch.arange(13) != 3
@@ -325,7 +325,11 @@ def test_online_over_the_full_vocabulary_bounds_the_bucket(divergence: str, temp
 
 def test_online_refuses_what_needs_a_tail() -> None:
     case = make_case()
-    with pytest.raises(ValueError, match="ce_weight, labels need tail="):
-        online_kl_loss(case.hidden, case.head_weight, torch.randn(13, 101), labels=case.labels, ce_weight=0.5)
+    teacher = torch.randn(13, 101)
+    with pytest.raises(ValueError, match="labels, method need tail="):
+        online_kl_loss(case.hidden, case.head_weight, teacher, labels=case.labels, method="fused")
+    for mix in ({"ce_weight": 0.5}, {"z_loss": 0.1}):
+        with pytest.raises(ValueError, match="ce_weight and z_loss must be 0"):
+            online_kl_loss(case.hidden, case.head_weight, teacher, **mix)
     with pytest.raises(ValueError, match="at least 101"):
         online_kl_loss(case.hidden, case.head_weight, torch.randn(13, 100))

@@ -76,7 +76,8 @@ def test_row_gradients_written_out_equal_autograd(kd: dict) -> None:
         g = torch.Generator().manual_seed(3)
         y = torch.randn(6, 5, generator=g, dtype=torch.float64).requires_grad_()
         teacher = torch.log_softmax(torch.randn(6, 5, generator=g, dtype=torch.float64), 1)
-        log_s = teacher_log_vector(teacher[:, :4], teacher[:, 4], options, True)
+        rows = TeacherRows(torch.arange(4).expand(6, 4), teacher[:, :4], teacher[:, 4])
+        log_s = teacher_log_vector(rows, options, True)
         z_label = torch.zeros(6, dtype=torch.float64)
         scale = options.logit_scale
         row_loss(y[:, :4] * scale, y[:, 4] * scale, z_label, log_s, options, True).sum().backward()
