@@ -1,4 +1,4 @@
-"""The command line: `teachercache ls|show|head|verify|report|export|optimize|gc URL`.
+"""The command line: look at, check and look after caches; and the commands that other packages add.
 
 Exit status: 0 fine, 1 something is wrong with the cache, 2 the command was misused. `--json` prints one JSON value.
 """
@@ -7,33 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
-from teachercache.errors import (
-    CorruptFile,
-    MissingObject,
-    NotACache,
-    TeacherCacheError,
-    UnsafeManifest,
-    UnsupportedFormat,
-    UsageError,
-)
+from teachercache.console import missing_module, note, print_json, progress_bar, run_cli, text_console
+from teachercache.errors import CorruptFile, MissingObject, NotACache, UnsafeManifest, UnsupportedFormat, UsageError
 from teachercache.format import layout
-from teachercache.iceberg import register
 from teachercache.parquet.codecs import CODECS
 from teachercache.read.cache import Cache, IncompleteCacheWarning
 from teachercache.read.cache import open as open_cache
@@ -49,14 +38,60 @@ from teachercache.views.report import report as make_report
 from teachercache.write.attempt import GRACE_SECONDS
 from teachercache.write.writer import CacheWriter
 
+GRACE_DAYS = GRACE_SECONDS / 86400
+ADDED = "teachercache.commands"  # entry points: name of a command -> the typer app that has it
+
+
+class Commands(TyperGroup):
+    """The commands below, and those that installed packages add under `teachercache.commands`.
+
+    An added command's app is imported when the command is called, completed or listed. An app imports no engine by
+    itself; one that cannot be imported is listed with the reason.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [*super().list_commands(ctx), *(name for name in added_commands() if name not in self.commands)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name, or None."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in added_commands():
+            return load_command(added_commands()[cmd_name])
+        return found
+
+
+@cache
+def added_commands() -> dict[str, EntryPoint]:
+    """Return what installed packages add, by the name of the command."""
+    return {entry.name: entry for entry in sorted(entry_points(group=ADDED), key=lambda entry: entry.value)}
+
+
+def load_command(entry: EntryPoint) -> Any:
+    """Return an added command; or, where its package lacks something, one that says what to install."""
+    try:
+        app: typer.Typer = entry.load()
+    except ModuleNotFoundError as error:
+        said = missing_module(error)
+        app = typer.Typer()
+
+        @app.command(help=f"Not available: {said}.", context_settings={"ignore_unknown_options": True})
+        def unavailable(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+            raise UsageError(said)
+
+    command = typer.main.get_command(app)
+    command = getattr(command, "commands", {}).get(entry.name, command)
+    command.rich_help_panel = f"Commands of {entry.value.split('.')[0]}"
+    return command
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Look at, check and look after caches of a teacher's log-probabilities on S3 or local disk.",
     epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3 endpoint and keys: AWS_ENDPOINT_URL and the usual chain.",
 )
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a log is no 80-column terminal
-err = Console(stderr=True, highlight=False)
 
 Url = Annotated[
     str, typer.Argument(help="The cache: s3://bucket/prefix, file:///folder or a path.", show_default=False)
@@ -69,38 +104,14 @@ Split = Annotated[str | None, typer.Option(help="Only this split.")]
 Source = Annotated[str | None, typer.Option(help="Only this source.")]
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
-
-
 def opened(url: str, manifest: int | None = None) -> Cache:
-    """Open a cache; an incomplete one is said so on stderr, once."""
+    """Open a cache. If its manifest is incomplete, print one warning to stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", IncompleteCacheWarning)
         cache = open_cache(url, manifest)
     for warning in caught:
-        err.print(f"[yellow]warning:[/] {escape(str(warning.message))}", soft_wrap=True)
+        note(str(warning.message))
     return cache
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Any]:
-    """A callable (done, total): a bar on a terminal, a line every tenth elsewhere."""
-    if err.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=err, transient=True) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-        return
-    last = [-1]
-
-    def line(done: int, total: int) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > last[0] and total >= 10:
-            last[0] = tenth
-            err.print(f"{what}: {done} of {total}")
-
-    yield line
 
 
 @app.command()
@@ -147,21 +158,14 @@ def ls(
     table.add_column("state")
     for item in found:
         number = "" if item["manifest"] is None else str(item["manifest"])
-        table.add_row(
-            Text(item["url"]),
-            Text(item["teacher"]),
-            str(item["top_k"] or ""),
-            number,
-            f"{item['rows']:,}",
-            f"{item['bytes']:,}",
-            item["state"],
-        )
-    out.print(table)
+        numbers = (str(item["top_k"] or ""), number, f"{item['rows']:,}", f"{item['bytes']:,}")
+        table.add_row(Text(item["url"]), Text(item["teacher"]), *numbers, item["state"])
+    text_console().print(table)
     raise typer.Exit(int(broken))
 
 
 def find_caches(store: Store, depth: int) -> Iterator[Store]:
-    """Roots of caches at or below a store's root; never looks inside a cache."""
+    """Yield the roots of caches at or below a store's root; never looks inside a cache."""
     if store.exists(layout.SPEC):
         yield store
     elif depth > 0:
@@ -170,11 +174,11 @@ def find_caches(store: Store, depth: int) -> Iterator[Store]:
 
 
 def describe(store: Store) -> dict[str, Any]:
-    """One line of `ls`. A cache that cannot be read is said so on stderr, and does not hide the others."""
+    """Return one line of `ls`. An unreadable cache becomes one warning on stderr; the others are still listed."""
     try:
         return _described(store)
     except (CorruptFile, MissingObject, UnsafeManifest, UnsupportedFormat) as error:
-        err.print(f"[yellow]warning:[/] {escape(f'{store.url}: {error} [{error.code}]')}", soft_wrap=True)
+        note(f"{store.url}: {error} [{error.code}]")
         unknown: dict[str, Any] = {"url": store.url, "teacher": "", "top_k": None, "manifest": None}
         return unknown | {"rows": 0, "bytes": 0, "state": "unreadable"}
 
@@ -205,7 +209,7 @@ def show_(url: Url, manifest: ManifestNumber = None, json_: Json = False) -> Non
     if json_:
         print_json(show.summary(cache))
     else:
-        show.print_summary(cache, out)
+        show.print_summary(cache, text_console())
 
 
 @app.command()
@@ -229,22 +233,15 @@ def head(
     cache.files(split, source)  # a wrong name ends here, in one line
     text = show.TokenText(cache)
     if text.note:
-        err.print(f"[yellow]note:[/] {escape(text.note)}", soft_wrap=True)
-    top = min(top, cache.spec.top_k)
+        note(text.note, "note")
+    top, console = min(top, cache.spec.top_k), text_console()
     shown = []
     for record in cache.records(split, source, limit=records):
         rows = show.head_rows(record, text, positions=positions, top=top)
-        shown.append(
-            {
-                "doc_id": record.doc_id,
-                "window": record.window,
-                "split": record.split,
-                "source": record.source,
-                "rows": rows,
-            }
-        )
+        named = {"doc_id": record.doc_id, "window": record.window, "split": record.split, "source": record.source}
+        shown.append(named | {"rows": rows})
         if not json_:
-            out.print(show.head_table(record, rows, top))
+            console.print(show.head_table(record, rows, top))
     if json_:
         print_json(shown)
 
@@ -293,18 +290,13 @@ def doctor(
 
     Example: teachercache doctor s3://bucket/cache     Ray and vLLM: python -m pipeline doctor
     """
-    from teachercache.doctor import (
-        as_json,
-        examine,
-        print_findings,
-        verdict,
-    )
+    from teachercache.doctor import as_json, examine, print_findings, verdict
 
     findings = examine(url, write=not read_only)
     if json_:
         print_json(as_json(findings))
     else:
-        print_findings(findings, out)
+        print_findings(findings, text_console())
     raise typer.Exit(verdict(findings))
 
 
@@ -335,32 +327,16 @@ def report(
 @app.command()
 def export(
     url: Url,
-    to: Annotated[Path | None, typer.Option("--to", help="Copy into this new folder.", show_default=False)] = None,
-    iceberg: Annotated[
-        str | None, typer.Option(help="Register in an Iceberg catalog instead: CATALOG:NAMESPACE.TABLE.")
-    ] = None,
+    to: Annotated[Path, typer.Option("--to", help="Copy into this new folder.", show_default=False)],
     manifest: ManifestNumber = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Size of one file.")] = 500,
     json_: Json = False,
 ) -> None:
-    """Write a plain Parquet data set with a Hugging Face data card into a new folder, or register the files in Iceberg.
-
-    Registration copies nothing: the table's files are the cache's. The catalog is one that pyiceberg's configuration names.
+    """Write a plain Parquet data set with a Hugging Face data card into a new folder.
 
     Example: teachercache export s3://bucket/cache --to folder
     """
-    if (to is None) == (iceberg is None):
-        raise UsageError("give either --to FOLDER or --iceberg CATALOG:NAMESPACE.TABLE.")
     cache = opened(url, manifest)
-    if iceberg is not None:
-        catalog, _, table = iceberg.partition(":")
-        registered = register(cache, catalog, table)
-        if json_:
-            print_json({"table": iceberg, "registered": registered, "manifest": cache.manifest.number})
-        else:
-            print(f"{registered} files registered in {iceberg}")
-        return
-    assert to is not None
     with progress_bar("exporting") as progress:
         written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
     if json_:
@@ -416,10 +392,9 @@ def gc(
     url: Url,
     delete: Annotated[bool, typer.Option("--delete", help="Really remove; without it nothing is touched.")] = False,
     keep_manifests: Annotated[
-        int | None, typer.Option(min=1, help="Expire all but the newest so many manifests.")
+        int | None, typer.Option(min=1, help="Expire all manifests but this many of the newest.")
     ] = None,
-    grace_days: Annotated[float, typer.Option(help="Age at which an upload without a commit goes.")] = GRACE_SECONDS
-    / 86400,
+    grace_days: Annotated[float, typer.Option(help="Age at which an upload without a commit goes.")] = GRACE_DAYS,
     json_: Json = False,
 ) -> None:
     """Remove what no reader and no writer can need: orphaned uploads, files of replaced shards. A dry run unless --delete.
@@ -450,18 +425,8 @@ def gc(
 
 
 def main() -> None:
-    """Entry point: one line for an error that a user can understand, and its exit status."""
-    try:
-        app()
-    except TeacherCacheError as error:
-        print(f"error: {error} [{error.code}]", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        sys.exit(1)
-    except OSError as error:  # of local files; what a store answers has become an error of ours
-        named = "" if error.filename is None else f"{error.filename}: "
-        print(f"error: {named}{error.strerror or error}; check the path and its rights.", file=sys.stderr)
-        sys.exit(1)
+    """Run `teachercache`."""
+    run_cli(app)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -139,3 +142,22 @@ def test_stored_log_probabilities_are_float16_values(cache, local_files):
     values = pl.read_parquet(local_files[0])["topk_logprobs"].explode().explode().to_numpy()
     assert values.dtype == np.float32
     assert np.array_equal(values, values.astype(np.float16).astype(np.float32))
+
+
+def test_iceberg_takes_the_files_without_a_copy(tmp_path):
+    """The recipe of docs/FORMAT.md, run twice: a later manifest adds its new files."""
+    pytest.importorskip("pyiceberg", reason="pyiceberg is not installed (pip install 'pyiceberg[sql-sqlite]')")
+    text = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
+    recipe = re.search(r"^Iceberg\n.*?```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    assert recipe is not None
+    code = re.sub(r"sqlite:///[^\"]*", f"sqlite:///{tmp_path}/catalog.db", recipe[1])
+    code = re.sub(r"file:///[^\"]*", f"file://{tmp_path}/warehouse", code)
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    for name in ("a", "b"):
+        writer.commit(name, synthetic_records(SPEC, 4, prefix=name))
+        writer.publish()
+        cache = teachercache.open(tmp_path / "cache")
+        known: dict[str, Any] = {"files": [cache.file_url(entry) for entry in cache.files()]}
+        exec(code, known)
+    rows = known["table"].scan(selected_fields=("doc_id", "topk_ids")).to_arrow()
+    assert sorted(rows["doc_id"].to_pylist()) == sorted(r.doc_id for r in cache.records(columns={"doc_id"}))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shutil
 import subprocess
-import sys
 
 import polars as pl
 import pytest
 
 import teachercache
 from teachercache.errors import UsageError
-from teachercache.iceberg import common_schema
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.views.export import export
 from teachercache.views.report import report
@@ -133,43 +130,6 @@ def test_an_export_is_a_folder_that_readers_of_data_sets_take(cache, tmp_path):
     assert head["configs"][0]["data_files"][1] == {"split": "train", "path": "data/train/*.parquet"}
     with pytest.raises(UsageError, match="not empty"):
         export(cache, folder)
-
-
-def test_a_cache_is_an_iceberg_table_without_a_copy(cache, tmp_path):
-    pytest.importorskip("pyiceberg", reason="pyiceberg is not installed (pip install 'pyiceberg[sql-sqlite]')")
-    from pyiceberg.catalog import load_catalog
-
-    catalog = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/warehouse"}
-    env = {f"PYICEBERG_CATALOG__LAB__{name.upper()}": value for name, value in catalog.items()}
-
-    def register(target: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "teachercache.cli", "export", str(cache.url), "--iceberg", target]
-        return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=90)
-
-    assert "2 files registered" in register("lab:caches.one").stdout
-    writer = teachercache.create(cache.url, SPEC)
-    writer.commit("c", synthetic_records(SPEC, 4, seed=3, prefix="c"))
-    writer.publish()
-    assert "1 files registered" in register("lab:caches.one").stdout, "a later manifest adds its new files"
-    newer = teachercache.open(cache.url)
-    table = load_catalog("lab", **catalog).load_table("caches.one")
-    rows = table.scan(selected_fields=("doc_id", "topk_ids")).to_arrow()
-    assert sorted(rows["doc_id"].to_pylist()) == sorted(r.doc_id for r in newer.records(columns={"doc_id"}))
-    assert table.current_snapshot().summary["teachercache.manifest"] == "2"
-    for target, says in (("lab:one", "names no namespace"), ("nowhere:caches.one", "pyiceberg knows no catalog")):
-        done = register(target)
-        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
-
-
-def test_a_column_of_two_types_is_no_iceberg_table(tmp_path):
-    writer = teachercache.create(tmp_path / "cache", SPEC)
-    for name, value in (("a", 5), ("b", "five")):
-        writer.commit(
-            name, [dataclasses.replace(r, meta={"stars": value}) for r in synthetic_records(SPEC, 2, prefix=name)]
-        )
-    writer.publish()
-    with pytest.raises(UsageError, match="another type in another file"):
-        common_schema(teachercache.open(tmp_path / "cache"))
 
 
 def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path, monkeypatch):

@@ -1,0 +1,141 @@
+"""What the three programs share at a terminal: one main, consoles, a progress bar, JSON, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from teachercache.errors import TeacherCacheError, UsageError
+
+LOG_COLUMNS = 160  # without a terminal: a log is no 80-column screen
+INTERRUPTED = 130
+# The extra of this distribution that brings a module; a module that is not named is asked for by its name.
+EXTRAS = {
+    "ray": "pipeline", "psutil": "pipeline", "torch": "trainer", "triton": "trainer", "transformers": "trainer",
+    "safetensors": "trainer", "accelerate": "trainer", "vllm": "vllm", "liger_kernel": "fast", "torchao": "fast",
+    "huggingface_hub": "hub", "peft": "lora",
+}  # fmt: skip
+
+
+def run_cli(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str | None = None) -> NoReturn:
+    """Run a command line (default: this process's) and exit: 0 fine, 1 something is wrong, 2 misused, 130 Ctrl-C.
+
+    An error that a user can understand becomes one line on standard error: an error with a code, a wrong option, a
+    local file that cannot be read, a package that is not installed. Any other is a bug and keeps its traceback.
+    """
+    try:
+        status = app(args=arguments, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except TeacherCacheError as error:
+        _fail(f"{error} [{error.code}]", error.exit_code)
+    except BrokenPipeError:  # of `teachercache ls | head`; what is left unwritten must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except ModuleNotFoundError as error:  # a command imports what it needs, so that --help needs nothing
+        _fail(missing_module(error), UsageError.exit_code)
+    except OSError as error:  # of local files; what a store answers has become an error of ours
+        named = "" if error.filename is None else f"{error.filename}: "
+        _fail(f"{named}{error.strerror or error}; check the path and its rights.", 1)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", INTERRUPTED)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # click's own errors: an unknown option, a missing argument
+        if usage is None:
+            raise
+        if said := usage():
+            context = getattr(error, "ctx", None)
+            see = f"; see {context.command_path} --help" if context else ""
+            print(f"error: {said.rstrip('.')}{see}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
+    if status == INTERRUPTED:
+        _fail("interrupted", INTERRUPTED)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(said: str, status: int) -> NoReturn:
+    print(f"error: {' '.join(said.split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+def missing_module(error: ModuleNotFoundError) -> str:
+    """Return one sentence that says what to install."""
+    module = (error.name or "").split(".")[0]
+    package = f"'teachercache[{EXTRAS[module]}]'" if module in EXTRAS else module
+    return f"this command needs the package {module}, which is not installed; pip install {package}"
+
+
+def text_console(*, stderr: bool = False) -> Console:
+    """Return a console for people's lines; without a terminal it is 160 columns wide."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else LOG_COLUMNS)
+
+
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """Print one JSON value on standard output; `indent` None puts it on one line."""
+    print(json.dumps(value, indent=indent, ensure_ascii=False), flush=True)
+
+
+def note(text: str, kind: str = "warning") -> None:
+    """Print one line on standard error that begins with `kind`."""
+    Console(stderr=True, highlight=False).print(f"[yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Give a callable (done, total) that draws a bar on a terminal, and prints a line every tenth elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    last = -1
+
+    def line(done: int, total: int) -> None:
+        nonlocal last
+        tenth = 10 * done // max(total, 1)
+        if tenth > last and total >= 10:
+            last = tenth
+            console.print(f"{what}: {done} of {total}")
+
+    yield line
+
+
+@contextmanager
+def stop_on_signals(stop: threading.Event, on_signal: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Set `stop` at SIGTERM or Ctrl-C, after `on_signal(name)`; a second signal ends the process as usual.
+
+    Does nothing outside the main thread, where Python lets no one change handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+
+    def handler(number: int, frame: types.FrameType | None) -> None:
+        if on_signal is not None:
+            on_signal(signal.Signals(number).name)
+        stop.set()
+        for known, old in before.items():
+            signal.signal(known, old)
+
+    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+        before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
