@@ -51,6 +51,28 @@ def sizing() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
+def parity() -> str:
+    """Return the table of students of the cache and of the live teacher for docs/PARITY.md."""
+    results = json.loads((ROOT / "benchmarks/results/parity_h200.json").read_text(encoding="utf-8"))["results"]
+    live = next(result["heldout_kl_full_vocabulary"] for result in results if result["run"] == "online")
+    rows = [
+        [
+            result["run"],
+            f"{result['heldout_kl_full_vocabulary']:.4f}",
+            f"{result['heldout_kl_full_vocabulary'] / live - 1:+.1%}",
+            f"{result['heldout_kl']:.4f}",
+            f"{result['top1_agreement']:.1%}",
+            f"{result['perplexity']:.2f}",
+            f"{result['ece']:.4f}",
+            f"{result['step_ms']:.0f} ms" if result["step_ms"] else "—",
+            f"{result['peak_gib']:.1f} GiB",
+        ]
+        for result in results
+    ]
+    header = ["run", "held-out KL, full vocabulary", "over online", "KL of K+1 outcomes"]
+    return table([*header, "top-1", "perplexity", "ECE", "step", "memory"], rows)
+
+
 @dataclass(frozen=True)
 class ErrorClass:
     """An exception class with a code, as its source says."""
@@ -162,6 +184,7 @@ def train_keys() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "sizing": sizing,
+    "parity": parity,
     "error-codes": error_codes,
     "error-index": error_index,
     "job-keys": job_keys,
