@@ -73,6 +73,21 @@ def parity() -> str:
     return table([*header, "top-1", "perplexity", "ECE", "step", "memory"], rows)
 
 
+def step_memory() -> str:
+    """Return the table of a training step's memory by length and policy for docs/TRAINING.md."""
+    rows = []
+    for name in ("step_h200_rate_documents.json", "step_h200_lengths.json"):
+        for row in json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))["rows"]:
+            case = row["case"]
+            if row["group"] in ("rate", "bf16", "lengths"):
+                moments = "float32" if row["group"] == "rate" else "bfloat16"
+                tile = f"{case['mlp_tile']:,}" if case["mlp_tile"] else "—"
+                cells = [f"`{case['policy']}`", moments, tile, f"{row['memory_gib']:.0f} GiB"]
+                rows.append((case["tokens"], row["memory_gib"], [*cells, f"{row['tokens_per_s']:,.0f}"]))
+    header = ["tokens", "`train.checkpointing`", "moments", "`train.mlp_tile`", "peak memory", "tokens/s"]
+    return table(header, ([f"{tokens:,}", *cells] for tokens, _, cells in sorted(rows)), "rlllrr")
+
+
 @dataclass(frozen=True)
 class ErrorClass:
     """An exception class with a code, as its source says."""
@@ -185,6 +200,7 @@ def train_keys() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "sizing": sizing,
     "parity": parity,
+    "step-memory": step_memory,
     "error-codes": error_codes,
     "error-index": error_index,
     "job-keys": job_keys,
