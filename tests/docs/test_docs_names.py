@@ -36,6 +36,13 @@ PATH = re.compile(rf"(?<![\w/.:-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
 PAGES = [path for path in DOCS if path.name not in ("LOG.md", "CHANGELOG.md")]  # history: what they name may be gone
 
 
+def owner(program: str, subcommand: str) -> str:
+    """The package that has a command: `teachercache fit` is the trainer's."""
+    if program == "teachercache" and subcommand not in COMMANDS[program]:
+        return next((name for name in ("pipeline", "trainer") if subcommand in COMMANDS[name]), program)
+    return program
+
+
 def calls_in(text: str) -> Iterator[tuple[str, str, str]]:
     """(program, subcommand, its arguments) of each of our commands in shell code."""
     for line in re.sub(r"\s#.*", "", text.replace("\\\n", " "), flags=re.M).splitlines():
@@ -43,7 +50,7 @@ def calls_in(text: str) -> Iterator[tuple[str, str, str]]:
             found = CALL.search(command.strip())
             if found:
                 for subcommand in found[3].split("/"):
-                    yield found[1] or found[2], subcommand, found[4]
+                    yield owner(found[1] or found[2], subcommand), subcommand, found[4]
 
 
 def calls(path: Path) -> Iterator[tuple[str, str, str]]:
