@@ -39,7 +39,7 @@ from trainer.config import load_config
 sys.path.insert(0, str(ROOT / "scripts"))
 from demo_services import BIN, ray_head
 
-ROOT_PAGES = ("README.md", "SECURITY.md", "CHANGELOG.md")
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 DOCS = sorted([*(ROOT / name for name in ROOT_PAGES), *(ROOT / "docs").glob("*.md"), *DEPLOY.rglob("README.md")])
 BLOCKS = [block for path in DOCS for block in blocks(path)]
 RUNNABLE = [block for block in BLOCKS if block.runs]
