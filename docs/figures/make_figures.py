@@ -444,6 +444,58 @@ def packing() -> Figure:
     return figure
 
 
+def report_page() -> Figure:
+    """Return a sketch of the page that `teachercache report` writes, with what each part answers."""
+    figure = Figure(860, 420, "The report page of a cache, sketched, and the question that each part answers")
+    figure.box(20, 20, 480, 384, r=8)
+    figure.text(36, 46, "SmolLM2-135M-Instruct · teacher cache", bold=True)
+    tiles = (
+        ("2,867", "rows"),
+        ("10", "documents"),
+        ("286.7", "bytes a row"),
+        ("92.7%", "in top 100"),
+        ("12.62", "perplexity"),
+    )
+    for index, (value, label) in enumerate(tiles):
+        figure.box(36 + 90 * index, 58, 84, 44, fill="bg", r=4)
+        figure.text(44 + 90 * index, 77, value, bold=True)
+        figure.text(44 + 90 * index, 94, label, size=10, fill="muted")
+    for y, h, title, lines in (
+        (110, 62, "The teacher", ("weights_digest  c7f4fe1da943…", "tokenizer       5ea0ac541b5a…")),
+        (
+            180,
+            62,
+            "Corpora",
+            ("heldout  reference    1 document     470 rows", "train    reference    9 documents  2,397 rows"),
+        ),
+        (250, 84, "Distributions", ()),
+        (342, 22, "Bytes by column", ()),
+        (370, 22, "Dropped documents, throughput", ()),
+    ):
+        figure.box(36, y, 448, h, fill="bg", r=4)
+        figure.text(44, y + 16, title, size=11, bold=True)
+        for index, text in enumerate(lines):
+            figure.text(44, y + 35 + 17 * index, text.replace(" ", "\u00a0"), size=10, fill="muted", mono=True)
+    heights = (2, 2, 3, 3, 4, 5, 6, 8, 11, 15, 22, 46)
+    for index, height in enumerate(heights):
+        figure.box(150 + 12 * index, 326 - height, 10, height, fill="blue", line="blue", r=0)
+        figure.box(
+            320 + 12 * index, 326 - 40 + abs(7 - index) * 4, 10, 40 - abs(7 - index) * 4, fill="blue", line="blue", r=0
+        )
+    answers = (
+        (80, "How much is there, and how sharp is the teacher?"),
+        (141, "Exactly which teacher and tokenizer?"),
+        (211, "What was cached, by split and source?"),
+        (292, "Mass in the top 100, entropy, loss, length"),
+        (353, "Which column takes the bytes?"),
+        (381, "What was left out, and how fast was it?"),
+    )
+    for y, text in answers:
+        figure.path([(524, y), (490, y)])
+        figure.text(532, y + 4, text, size=12)
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "overview": overview,
     "architecture": architecture,
@@ -454,6 +506,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "step-lengths": step_lengths,
     "parity": parity,
     "packing": packing,
+    "report": report_page,
 }
 
 
