@@ -1,4 +1,4 @@
-"""What the pipeline costs beside the engine: its tokens/s against a bare loop of `LLM.generate`, pairs of runs.
+"""What the pipeline costs next to the engine: its tokens/s against a bare loop of `LLM.generate`, pairs of runs.
 
     python benchmarks/pipeline_overhead.py [--model build/models/smollm2-135m] [--pairs 7] [--tokens 16000]
 
@@ -30,7 +30,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def load_sibling(name: str) -> Any:
-    """A module beside this file."""
+    """Import a module next to this file."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -59,7 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(ROOT / "build/models/smollm2-135m"))
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=16_000, help="about so many tokens a run")
+    parser.add_argument("--tokens", type=int, default=16_000, help="about this many tokens a run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 

@@ -131,7 +131,7 @@ def main() -> int:
     assert outcome.reason == "done"
     assert len(store.done) + len(store.quarantined) == options.shards
 
-    # resume a half-done job: from the call to the first task given out
+    # resume a half-done job: from the call to the first submitted task
     half = SimulatedStore(Clock())
     half.done = {s.shard_id for s in shards[::2]}
     first: list[float] = []

@@ -84,8 +84,8 @@ def s3_server(folder: Path) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    beside = Path(sys.executable).with_name("localbucket")
-    program = str(beside) if beside.exists() else shutil.which("localbucket")
+    installed = Path(sys.executable).with_name("localbucket")
+    program = str(installed) if installed.exists() else shutil.which("localbucket")
     command = [program] if program else [sys.executable, "-m", "localbucket"]
     process = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), str(folder)],
@@ -133,6 +133,8 @@ def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, floa
     """tokens/s of every path but the pipeline."""
     from vllm import SamplingParams
 
+    from pipeline.teachers.vllm_teacher import columns_of
+
     k = teacher.top_k
     base: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     rows = {"prompt_logprobs": k, "logprobs": k}
@@ -152,7 +154,7 @@ def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, floa
 
         def take(output: Any) -> None:
             if not name.startswith(("plain", "dictionaries")):
-                teacher.columns(output)
+                columns_of(output, teacher.top_k)
 
         drive(teacher, chosen[: max(1, len(chosen) // 4)], submit, take)
         seconds = drive(teacher, chosen, submit, take)
@@ -173,7 +175,7 @@ def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, floa
 
 def check_worker_rows(teacher: Any, ids: np.ndarray, before: Any) -> dict[str, float]:
     """Rows by the worker's top-K against vLLM's own rows of the same document."""
-    from pipeline.teachers.canary import largest_drift
+    from tests.pipeline.drift import largest_drift
 
     after = teacher.score([ids])[0].rows
     shared = np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in zip(before.topk_ids, after.topk_ids, strict=True)])
@@ -197,7 +199,8 @@ def run_pipeline(
         ids = [rng.integers(0, spec.tokenizer.vocab_size, length).tolist() for _ in range(docs)]
         table = pa.table({"id": [f"{i}-{j}" for j in range(docs)], "ids": pa.array(ids, pa.list_(pa.int32()))})
         pq.write_table(table, folder / f"docs{i}.parquet")
-    worker = ShardWorker(job, job.teacher.model, spec, start=lambda: teacher)
+    inside = 32 * length * teacher.provenance["tensor_parallel"]
+    worker = ShardWorker(job, job.teacher.model, spec, start=lambda: teacher, max_inflight_tokens=inside)
     plan = make_plan(job, worker.encoder, spec.digest).plan
     writer = teachercache.create(job.cache, spec, tokenizer_files=Path(job.teacher.model))
     writer.put_plan(plan)
@@ -284,7 +287,6 @@ def main() -> int:
                     "tensor_parallel": options.tensor_parallel,
                     "max_model_len": options.length + 16,
                     "engine_args": engine_args,
-                    "max_inflight_tokens": 32 * options.length * options.tensor_parallel,
                 },
                 "corpora": [{"files": [f"{scratch}/docs*.parquet"], "fields": {"input_ids": "ids", "id": "id"}}],
                 "recipe": {"bos": "never", "eos": False},

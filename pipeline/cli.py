@@ -1,4 +1,4 @@
-"""`python -m pipeline plan|run|status|quarantine JOB [key=value ...]`.
+"""`python -m pipeline plan|run|status|quarantine|config|doctor`, and `teachercache plan|run|status|quarantine`.
 
 Exit status: 0 = done, 1 = something is missing or wrong (quarantined shards, budget reached, stopped), 2 = misused.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
-from pipeline.config import JobConfig, load_job
-from teachercache.errors import TeacherCacheError
+from teachercache.console import print_json, run_cli, text_console
+
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -26,14 +27,20 @@ app = typer.Typer(
     help="Run a teacher over a corpus once and keep its top-K log-probabilities as a teachercache.",
 )
 
-Job = Annotated[str, typer.Argument(help="job file (YAML)", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="overrides, for example run.actors=4", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+Job = Annotated[str, typer.Argument(help="Job file (YAML).", show_default=False)]
+Target = Annotated[str, typer.Argument(help="Job file, or URL of a cache.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides, for example run.actors=4.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
-def _consoles(as_json: bool) -> Console:
-    """Where people's lines go: standard output, or standard error beside JSON."""
-    return Console(stderr=as_json, width=None if sys.stdout.isatty() else 160)
+def _load(job: str, overrides: list[str] | None) -> JobConfig:
+    from pipeline.config import load_job
+
+    return load_job(job, overrides)
+
+
+def _cache_of(target: str, overrides: list[str] | None) -> str:
+    return _load(target, overrides).cache if target.endswith((".yaml", ".yml")) else target
 
 
 @app.command()
@@ -41,9 +48,9 @@ def plan(
     job: Job,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    show: Annotated[int, typer.Option(help="print so many documents as the teacher will see them, with masks")] = 0,
+    show: Annotated[int, typer.Option(help="Print this many documents as the teacher will see them, with masks.")] = 0,
     rate: Annotated[
-        float | None, typer.Option(help="tokens/s of one teacher; default: as measured in this cache")
+        float | None, typer.Option(help="Tokens/s of one teacher; by default as measured in this cache.")
     ] = None,
 ) -> None:
     """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent. Writes nothing.
@@ -54,9 +61,9 @@ def plan(
     from pipeline.watching.progress import show_plan
     from pipeline.watching.status import measured_rate
 
-    config = load_job(job, overrides)
+    config = _load(job, overrides)
     prepared = prepare(config)
-    console = _consoles(as_json)
+    console = text_console(stderr=as_json)
     if as_json:
         planned = prepared.planned
         report = {
@@ -78,7 +85,7 @@ def plan(
             ],
             "warnings": planned.warnings,
         }
-        print(json.dumps(report))
+        print_json(report, indent=None)
     else:
         gpus = float(config.teacher.gpus_per_actor or config.teacher.tensor_parallel)
         show_plan(console, prepared.planned, rate or measured_rate(config.cache), gpus)
@@ -94,19 +101,20 @@ def run(
     job: Job,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    events: Annotated[Path | None, typer.Option(help="append every event to this file, one JSON object a line")] = None,
+    events: Annotated[
+        Path | None, typer.Option(help="Append every event to this file, one JSON object a line.")
+    ] = None,
 ) -> None:
     """Plan, run and publish. Running the same command again resumes where it stopped.
 
     Example: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
     """
     from pipeline.running.job import Prepared, run_job
-    from pipeline.watching.job_metrics import beside
-    from pipeline.watching.metrics import ActorMetrics
+    from pipeline.watching.metrics import ActorMetrics, with_job_metrics
     from pipeline.watching.progress import Progress, human, show_outcome
 
-    config = load_job(job, overrides)
-    console = _consoles(as_json)
+    config = _load(job, overrides)
+    console = text_console(stderr=as_json)
     progress = Progress(console)
 
     def planned(prepared: Prepared) -> None:
@@ -128,7 +136,7 @@ def run(
                 file.write(json.dumps({"time": round(time.time(), 3), "event": name, **details}) + "\n")
 
     with_ray = config.run.executor == "ray"
-    on_progress = beside(progress) if with_ray else progress
+    on_progress = with_job_metrics(progress) if with_ray else progress
     observe = ActorMetrics if with_ray else None
     try:
         result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=event, observe=observe, say=say)
@@ -141,56 +149,57 @@ def run(
         state = "complete" if m.complete else "PARTIAL"
         say(f"published manifest {m.number} ({state}): {m.documents} documents, {m.rows} rows, {len(m.files)} files")
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "reason": outcome.reason,
-                    "committed": outcome.tally.committed,
-                    "found": outcome.tally.found,
-                    "quarantined": outcome.quarantined,
-                    "drops": dict(outcome.tally.drops),
-                    "tokens": outcome.tally.tokens,
-                    "rows": outcome.tally.rows,
-                    "seconds": round(outcome.seconds, 2),
-                    "gpu_hours": round(outcome.gpu_hours, 6),
-                    "manifest": result.manifest.number if result.manifest else None,
-                    "complete": bool(result.manifest and result.manifest.complete),
-                }
-            )
-        )
+        report = {
+            "reason": outcome.reason,
+            "committed": outcome.tally.committed,
+            "found": outcome.tally.found,
+            "quarantined": outcome.quarantined,
+            "drops": dict(outcome.tally.drops),
+            "tokens": outcome.tally.tokens,
+            "rows": outcome.tally.rows,
+            "seconds": round(outcome.seconds, 2),
+            "gpu_hours": round(outcome.gpu_hours, 6),
+            "manifest": result.manifest.number if result.manifest else None,
+            "complete": bool(result.manifest and result.manifest.complete),
+        }
+        print_json(report, indent=None)
     if outcome.reason == "budget":
         say(
-            f"the budget of {config.run.budget_gpu_hours:g} GPU-hours is spent ({outcome.gpu_hours:.4g} in all, what was in "
-            "work is finished); run the same command to go on with a fresh budget, or with a larger one"
+            f"the budget of {config.run.budget_gpu_hours:g} GPU-hours is spent ({outcome.gpu_hours:.4g} in all; shards that "
+            "were in progress are finished); run the same command to go on with a fresh budget, or with a larger one"
         )
     elif outcome.reason == "stopped":
         say("stopped; run the same command to go on")
     elif outcome.quarantined and result.manifest is None:
-        say("not published: shards are quarantined; mend them, or publish without them by run.allow_partial=true")
-    if outcome.reason != "done" or (config.run.publish and result.manifest is None):
+        say(
+            "not published: shards are quarantined; fix their inputs, or publish without them by run.allow_partial=true"
+        )
+    if outcome.reason != "done" or result.manifest is None:
         raise typer.Exit(1)
 
 
 @app.command()
 def status(
-    target: Annotated[str, typer.Argument(help="job file or URL of a cache", show_default=False)],
+    target: Target,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    watch: Annotated[float | None, typer.Option(help="repeat every so many seconds")] = None,
+    watch: Annotated[
+        float | None, typer.Option(help="Repeat after this many seconds, until the cache is complete.")
+    ] = None,
 ) -> None:
-    """What stands in the cache: shards, documents, tokens, drops by reason. Needs read access alone.
+    """Show what is in the cache: shards, documents, tokens, drops by reason. Needs read access alone.
 
     Example: python -m pipeline status s3://bucket/cache --watch 30
     """
     from pipeline.watching.status import read_status, show_status
 
     url = _cache_of(target, overrides)
-    console = _consoles(as_json)
+    console = text_console(stderr=as_json)
     before = None
     while True:
         report = read_status(url)
         if as_json:
-            print(json.dumps(report), flush=True)
+            print_json(report, indent=None)
         else:
             show_status(console, report, before)
         if watch is None or report["complete"]:
@@ -201,11 +210,11 @@ def status(
 
 @app.command()
 def quarantine(
-    target: Annotated[str, typer.Argument(help="job file or URL of a cache", show_default=False)],
+    target: Target,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shards and documents that were given up, with their reasons. Exit status 1 where a shard is quarantined.
+    """List shards and documents that were given up, with their reasons. Exit status 1 where a shard is quarantined.
 
     Example: python -m pipeline quarantine s3://bucket/cache
     """
@@ -214,9 +223,9 @@ def quarantine(
     url = _cache_of(target, overrides)
     entries = read_quarantine(url)
     if as_json:
-        print(json.dumps(entries))
+        print_json(entries, indent=None)
     else:
-        console = _consoles(False)
+        console = text_console()
         for entry in entries:
             console.print(
                 f"{entry['scope']} {entry['shard_id']}  {entry['reason']}: {entry['message']}"
@@ -235,9 +244,9 @@ def quarantine(
 
 @app.command()
 def doctor(
-    target: Annotated[str | None, typer.Argument(help="job file or URL whose store is checked as well")] = None,
+    target: Annotated[str | None, typer.Argument(help="Job file or URL whose store is checked as well.")] = None,
     overrides: Overrides = None,
-    read_only: Annotated[bool, typer.Option("--read-only", help="do not probe conditional writes")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Do not probe conditional writes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path. Exit status 1 = unfit.
@@ -249,26 +258,27 @@ def doctor(
 
     findings = examine_pipeline(_cache_of(target, overrides) if target else None, write=not read_only)
     if as_json:
-        print(json.dumps(common.as_json(findings)))
+        print_json(common.as_json(findings), indent=None)
     else:
-        common.print_findings(findings, _consoles(False))
+        common.print_findings(findings, text_console())
     raise typer.Exit(common.verdict(findings))
 
 
-def _cache_of(target: str, overrides: list[str] | None) -> str:
-    if target.endswith((".yaml", ".yml")):
-        config: JobConfig = load_job(target, overrides)
-        return config.cache
-    return target
+@app.command()
+def config() -> None:
+    """Print every key of a job file with its default and meaning, as commented YAML.
+
+    Example: python -m pipeline config > job.yaml
+    """
+    from pipeline.config import JobConfig
+    from teachercache.configfile import commented_yaml
+
+    print(commented_yaml(JobConfig), end="")
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """Runs a command; errors that a user can mend are one line on standard error."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit; an error that a user can understand is one line on standard error."""
     logging.basicConfig(
         level=os.environ.get("PIPELINE_LOG", "WARNING"), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    try:
-        return app(args=arguments, standalone_mode=True)
-    except TeacherCacheError as error:
-        print(f"error: {' '.join(str(error).split())} [{error.code}]", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+    run_cli(app, arguments, name="python -m pipeline")

@@ -13,7 +13,6 @@ everything under `run` may change between two runs of the same job without chang
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from teachercache import configfile
 from teachercache.format.record import NAME
 
-_NAME = f"^{NAME.pattern}$"  # sources and splits stand in object names
+_NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
 
 
 class _Strict(BaseModel):
@@ -33,50 +32,51 @@ class TeacherConfig(_Strict):
     """Which model makes the rows, and how it runs."""
 
     model: str = Field(description="folder of a Hugging Face model, or an id on the hub")
-    name: str | None = Field(default=None, description="name written into spec.json; the model's own by default")
+    name: str | None = Field(default=None, description="name written into spec.json; the model's by default")
     revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
-    engine: Literal["vllm", "hf", "noop"] = "vllm"
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    head_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="bf16 logits put 0.06 to 0.25 nat of noise and many ties into every row"
+    engine: Literal["vllm", "hf", "noop"] = Field(
+        default="vllm",
+        description="vllm = the product, hf = transformers (slow reference), noop = made-up rows for tests",
     )
-    top_k: int = Field(default=100, ge=1, le=4096)
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="of weights and activations"
+    )
+    head_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="of the logits; bf16 adds 0.06 to 0.25 nat of noise and many ties to every row"
+    )
+    top_k: int = Field(default=100, ge=1, le=4096, description="tokens stored of each row (K)")
     max_model_len: int = Field(
         default=2048, ge=8, description="longest input plus the one token that the engine samples"
     )
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one node over which a teacher is split")
     gpus_per_actor: float | None = Field(
-        default=None, ge=0, description="default: tensor_parallel where there are GPUs"
+        default=None, ge=0, description="GPUs that an actor reserves; tensor_parallel by default where there are GPUs"
     )
-    cpus_per_actor: float = Field(default=1, ge=0, description="what Ray reserves; threads are set by OMP_NUM_THREADS")
-    threads: int | None = Field(default=None, ge=1, description="OMP threads of one teacher; default: the node's cores")
+    threads: int | None = Field(
+        default=None, ge=1, description="OMP threads of an actor; by default the node's cores, divided among its actors"
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to the engine as they are")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(
+        default=False, description="let transformers and vLLM run code of the model's folder"
+    )
     fast_path: Literal["auto", "off", "require"] = Field(
-        default="auto", description="keep the engine's tensors instead of rebuilding Python objects"
-    )
-    worker_top_k: Literal["auto", "off", "require"] = Field(
         default="auto",
-        description="take the rows in vLLM's worker by a top-K of our own that reads the logits once (CUDA)",
+        description="keep vLLM's tensors instead of rebuilding Python objects and, on CUDA, take the top-K in its worker; "
+        "auto = where this release allows it",
     )
-    canary: bool = Field(default=True, description="compare the fast path with the public one at every actor start")
-    canary_reference_parameters: int = Field(
-        default=400_000_000,
-        ge=0,
-        description="also compare with transformers in float32 up to this size; 0 turns it off",
-    )
-    max_inflight_tokens: int = Field(
-        default=65_536, ge=1, description="tokens given to the engine at a time; bounds memory"
+    canary: bool = Field(
+        default=True,
+        description="at every start compare the fast path with the public one, and a small model with transformers in float32",
     )
 
 
 class Fields(_Strict):
-    """Names of the columns that hold what we need. Exactly one of text, messages, input_ids is used."""
+    """Names of the columns that hold what is needed. Exactly one of text, messages, input_ids, prompt is used."""
 
-    text: str | None = None
+    text: str | None = Field(default=None, description="raw text; the column `text` where no field names the document")
     messages: str | None = Field(default=None, description="a conversation; in generate mode its last turn is answered")
-    input_ids: str | None = None
-    id: str | None = None
+    input_ids: str | None = Field(default=None, description="token ids, taken as they are")
+    id: str | None = Field(default=None, description="a document's id; by default made of its content and place")
     loss_mask: str | None = Field(
         default=None, description="with input_ids: one bool per token, false = do not learn it"
     )
@@ -86,7 +86,7 @@ class Fields(_Strict):
 
     @property
     def kind(self) -> Literal["text", "messages", "input_ids", "prompt"]:
-        """What a document is."""
+        """Return what a document is."""
         kinds: tuple[Literal["messages", "input_ids", "prompt"], ...] = ("messages", "input_ids", "prompt")
         for kind in kinds:
             if getattr(self, kind) is not None:
@@ -104,14 +104,15 @@ class Fields(_Strict):
 
     @property
     def text_column(self) -> str:
+        """Return the column of raw text."""
         return self.text if self.text is not None else "text"
 
 
 class CorpusConfig(_Strict):
     """One source of documents."""
 
-    source: str = Field(default="default", pattern=_NAME)
-    split: str = Field(default="train", pattern=_NAME)
+    source: str = Field(default="default", pattern=_NAME, description="name of this source in the cache")
+    split: str = Field(default="train", pattern=_NAME, description="split of all its documents, unless `splits` is set")
     splits: dict[str, float] | None = Field(default=None, description="fractions by hash of the document's text; sum 1")
     files: list[str] = Field(min_length=1, description="paths or globs, any fsspec URL")
     format: Literal["jsonl", "parquet", "text"] | None = Field(
@@ -121,13 +122,15 @@ class CorpusConfig(_Strict):
         default=None, description="from the file's name by default"
     )
     text_unit: Literal["file", "line"] = Field(default="file", description="what a document is in a text file")
-    fields: Fields = Fields()
+    fields: Fields = Field(
+        default=Fields(), description="names of the columns; one of text, messages, input_ids, prompt"
+    )
     meta: list[str] = Field(default_factory=list, description="columns carried into the cache as they are")
     student: str | None = Field(
         default=None, description="revision of the student that wrote the continuations (on-policy)"
     )
-    sample: float | None = Field(default=None, gt=0, le=1, description="fraction of this source; else filters.sample")
-    limit_documents: int | None = Field(default=None, ge=1, description="at most so many documents of each file")
+    sample: float = Field(default=1.0, gt=0, le=1, description="fraction of documents kept, by hash of the content")
+    limit_documents: int | None = Field(default=None, ge=1, description="at most this many documents of each file")
 
     @field_validator("splits")
     @classmethod
@@ -145,27 +148,25 @@ class CorpusConfig(_Strict):
 class WindowsConfig(_Strict):
     """What happens to a document longer than `size` tokens."""
 
-    policy: Literal["window", "truncate", "skip"] = "window"
+    policy: Literal["window", "truncate", "skip"] = Field(
+        default="window", description="cut it into overlapping windows, keep its beginning, or drop it"
+    )
     size: int | None = Field(
         default=None, ge=2, description="tokens of one input, BOS included; max_model_len − 1 by default"
     )
-    stride: int | None = Field(default=None, ge=1, description="distance of two windows; size − min_context by default")
     min_context: int | None = Field(
-        default=None, ge=0, description="least context of a stored row; min(256, size/4) default"
+        default=None,
+        ge=0,
+        description="least context of a stored row, by which windows overlap; min(256, size/4) by default",
     )
-    bos_every_window: bool = Field(default=False, description="give windows after the first a BOS of their own")
-    truncate_side: Literal["left", "right"] = Field(default="right", description="which end is cut off")
+    bos_every_window: bool = Field(default=False, description="give windows after the first a BOS too")
 
     @model_validator(mode="after")
     def _fits(self) -> WindowsConfig:
-        if self.size is not None and self.stride is not None:
-            if self.stride > self.size:
-                raise ValueError(f"stride {self.stride} is larger than size {self.size}: rows would be missing")
-            if self.min_context is not None and self.size - self.stride < self.min_context:
-                raise ValueError(
-                    f"size {self.size} − stride {self.stride} leaves {self.size - self.stride} tokens of context, "
-                    f"less than min_context {self.min_context}"
-                )
+        if self.size is not None and self.min_context is not None and self.min_context >= self.size:
+            raise ValueError(
+                f"min_context {self.min_context} leaves no room for new rows in windows of {self.size} tokens"
+            )
         return self
 
 
@@ -184,44 +185,43 @@ class ChatConfig(_Strict):
 
 
 class FiltersConfig(_Strict):
-    min_chars: int = Field(default=0, ge=0)
-    max_chars: int | None = Field(default=None, ge=1)
-    min_tokens: int = Field(default=1, ge=1)
+    """Which documents are left out; empty and blank ones and invalid UTF-8 always are. Every drop is counted by reason."""
+
+    min_tokens: int = Field(default=1, ge=1, description="shorter documents are dropped")
     max_tokens: int | None = Field(default=None, ge=1, description="longer documents are dropped before windowing")
-    sample: float = Field(default=1.0, gt=0, le=1, description="fraction of documents kept, by hash of the text")
-    sample_seed: int = 0
     dedup: Literal["none", "shard", "corpus"] = Field(
         default="none",
-        description="`shard` needs no memory of other shards; `corpus` reads everything once while planning",
+        description="drop equal texts: `shard` needs no memory of other shards; `corpus` reads everything once while planning",
     )
-    blank: Literal["drop", "keep"] = "drop"
-    invalid_utf8: Literal["drop", "replace"] = "drop"
-    control_characters: Literal["keep", "drop", "strip"] = "keep"
 
 
 class GenerateConfig(_Strict):
     """The teacher continues prompts, then the whole is scored by prefill; the loss mask is on the continuation."""
 
-    max_tokens: int = Field(default=256, ge=1)
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0, description="0 = off")
-    seed: int = 0
+    max_tokens: int = Field(default=256, ge=1, description="longest continuation")
+    temperature: float = Field(default=1.0, ge=0, description="0 = greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus of the sampling; 1 = off")
+    top_k: int = Field(default=0, ge=0, description="sample among this many tokens; 0 = off")
+    seed: int = Field(default=0, description="with a document's content it seeds the sampling")
 
 
 class RecipeConfig(_Strict):
     """What makes rows out of documents. Digested into every shard id."""
 
-    mode: Literal["score", "generate"] = "score"
-    bos: Literal["auto", "always", "never"] = Field(default="auto", description="auto = what the tokenizer itself does")
-    eos: bool = Field(default=True, description="append EOS to raw text (chat templates bring their own end marker)")
+    mode: Literal["score", "generate"] = Field(
+        default="score", description="score documents as they are, or let the teacher continue them first"
+    )
+    bos: Literal["auto", "always", "never"] = Field(
+        default="auto", description="auto = what the tokenizer does by itself"
+    )
+    eos: bool = Field(default=True, description="append EOS to raw text (chat templates bring their end marker)")
     special_text: Literal["as_text", "as_tokens"] = Field(
         default="as_text", description="whether `<|eos|>` written in raw text is the special token or plain characters"
     )
-    windows: WindowsConfig = WindowsConfig()
-    chat: ChatConfig = ChatConfig()
-    filters: FiltersConfig = FiltersConfig()
-    generate: GenerateConfig = GenerateConfig()
+    windows: WindowsConfig = Field(default=WindowsConfig(), description="documents longer than one input")
+    chat: ChatConfig = Field(default=ChatConfig(), description="how conversations become text")
+    filters: FiltersConfig = Field(default=FiltersConfig(), description="which documents are left out")
+    generate: GenerateConfig = Field(default=GenerateConfig(), description="how the teacher continues prompts")
 
 
 class RunConfig(_Strict):
@@ -230,8 +230,7 @@ class RunConfig(_Strict):
     executor: Literal["ray", "inline"] = Field(
         default="ray", description="inline = in this process, one teacher, no Ray"
     )
-    actors: int = Field(default=1, ge=1, description="most teachers at a time")
-    min_actors: int = Field(default=1, ge=0, description="give up when fewer run after actor_start_timeout_s")
+    actors: int = Field(default=1, ge=1, description="most actors (processes with one teacher) at a time")
     shards_per_actor: int = Field(
         default=2, ge=1, le=8, description="shards an actor overlaps, so that the engine never waits"
     )
@@ -242,19 +241,18 @@ class RunConfig(_Strict):
     shard_timeout_s: float = Field(
         default=3600,
         gt=0,
-        description="a shard without a result is taken from its teacher; for each `shard_tokens` in it",
+        description="end an actor whose shard has no result by then; longer for a shard of more than `shard_tokens`",
     )
-    actor_start_timeout_s: float = Field(default=1800, gt=0)
+    actor_start_timeout_s: float = Field(default=1800, gt=0, description="give up when no actor is ready by then")
     max_retries: int = Field(default=3, ge=0, description="failures of a shard after which it is quarantined")
-    publish: bool = True
     allow_partial: bool = Field(default=False, description="publish although shards are quarantined or missing")
-    allow_repeated_content: bool = Field(default=False, description="publish although equal text stands in two splits")
+    allow_repeated_content: bool = Field(default=False, description="publish although equal text is in two splits")
     retry_quarantined: bool = Field(default=False, description="give quarantined shards another chance")
     budget_gpu_hours: float | None = Field(
         default=None,
         gt=0,
-        description="give out no shard once this run's teachers have held GPUs for so long, their starts included (a "
-        "teacher without a GPU counts as one); what is in work is finished, and every run counts from zero",
+        description="stop dispatching shards after this many GPU-hours (start-up included; an actor without a GPU counts "
+        "as one); shards in progress finish, and the budget is per run",
     )
     on_truncated: Literal["quarantine", "keep"] = Field(
         default="quarantine",
@@ -266,22 +264,20 @@ class RunConfig(_Strict):
         "auto = where there are commits of another plan (each actor then reads their keys once)",
     )
     leases: bool = Field(
-        default=True, description="advisory: several jobs on one cache do not start with the same shards"
+        default=True, description="take shards by advisory leases, so that jobs on one cache do not start with the same"
     )
-    lease_s: float = Field(default=300, gt=0)
-    refresh_s: float = Field(default=30, gt=0, description="how often commits of other jobs are looked up")
-    log_every_s: float = Field(default=10, gt=0)
+    log_every_s: float = Field(default=10, gt=0, description="seconds between two lines of progress")
 
 
 class JobConfig(_Strict):
     """A whole job file."""
 
-    cache: str
+    cache: str = Field(description="folder or URL of the cache; made where it is missing")
     corpus_root: str | None = Field(default=None, description="folder or URL that relative `files` are looked up in")
-    teacher: TeacherConfig
-    corpora: list[CorpusConfig] = Field(min_length=1)
-    recipe: RecipeConfig = RecipeConfig()
-    run: RunConfig = RunConfig()
+    teacher: TeacherConfig = Field(description="which model makes the rows, and how it runs")
+    corpora: list[CorpusConfig] = Field(min_length=1, description="sources of documents")
+    recipe: RecipeConfig = Field(default=RecipeConfig(), description="what makes rows out of documents")
+    run: RunConfig = Field(default=RunConfig(), description="how the work is run")
 
     @model_validator(mode="after")
     def _consistent(self) -> JobConfig:
@@ -306,11 +302,11 @@ class JobConfig(_Strict):
 
     @property
     def window_size(self) -> int:
-        """Most tokens of one input, BOS included."""
+        """Return the most tokens of one input, BOS included."""
         return self.recipe.windows.size or self.teacher.max_model_len - 1
 
     def patterns(self, corpus: CorpusConfig) -> list[str]:
-        """File patterns of a corpus, relative ones below corpus_root."""
+        """Return the file patterns of a corpus, relative ones below corpus_root."""
         if self.corpus_root is None:
             return list(corpus.files)
         root = self.corpus_root.rstrip("/")
@@ -318,19 +314,10 @@ class JobConfig(_Strict):
 
 
 def parse_job(tree: dict[str, Any], where: str = "job") -> JobConfig:
-    """Checks a tree of plain values. Raises UsageError with one sentence."""
+    """Check a tree of plain values. Raises UsageError with one sentence."""
     return configfile.validate(JobConfig, tree, where)
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None) -> JobConfig:
-    """Reads a job file. Raises UsageError (exit status 2) with one sentence for anything wrong in it."""
+    """Read a job file. Raises UsageError (exit status 2) with one sentence for anything wrong in it."""
     return configfile.load(JobConfig, path, overrides or ())
-
-
-def canonical_json(value: Any) -> str:
-    """One spelling per value, for digests of recipes and conversations.
-
-    ASCII, where teachercache.format.spec.canonical_json is UTF-8: a conversation may hold half of a surrogate pair, which UTF-8
-    cannot spell. The two give other digests for any text beyond ASCII, so neither can take the other's place.
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

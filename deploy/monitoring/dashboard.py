@@ -1,4 +1,4 @@
-"""Writes grafana-dashboard.json:  python deploy/monitoring/dashboard.py
+"""Write grafana-dashboard.json: python deploy/monitoring/dashboard.py.
 
 A dashboard by code, so that a panel is one line and a review reads queries instead of 600 lines of JSON.
 """
@@ -12,7 +12,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SELECT = '{ray_io_cluster=~"$cluster"}'
 
-# title, unit, [(legend, query)]; $c stands for the cluster selector
+# title, unit, [(legend, query)]; $c is the cluster selector
 ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
     (
         "Is it getting on?",
@@ -21,7 +21,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
              [("{{ray_io_cluster}}", "sum by (ray_io_cluster) (rate(ray_teachercache_tokens_total$c[15m]))")]),
             ("Shards left", "short", [("left", "max by (ray_io_cluster) (ray_teachercache_job_shards_left$c)"),
                                       ("quarantined", "max by (ray_io_cluster) (ray_teachercache_job_shards_quarantined$c)")]),
-            ("Teachers", "short", [("ready", "max by (ray_io_cluster) (ray_teachercache_job_teachers_ready$c)"),
+            ("Actors", "short", [("ready", "max by (ray_io_cluster) (ray_teachercache_job_teachers_ready$c)"),
                                    ("wanted", "max by (ray_io_cluster) (ray_teachercache_job_teachers_wanted$c)"),
                                    ("ended so far", "max by (ray_io_cluster) (ray_teachercache_job_teacher_deaths$c)")]),
             ("Hours left at this rate of shards", "h",
@@ -53,9 +53,9 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
               ("kept", "sum(increase(ray_teachercache_documents_total$c[1h]))")]),
             ("Failures and lost races an hour", "short",
              [("failed attempts", "sum(increase(ray_teachercache_failures_total$c[1h]))"),
-              ("given out again", "max(delta(ray_teachercache_job_retries$c[1h]))"),
+              ("repeated", "max(delta(ray_teachercache_job_retries$c[1h]))"),
               ("committed by others first", "sum(increase(ray_teachercache_conflicts_total$c[1h]))")]),
-            ("Canary drift, nat", "short", [("worst", "max(ray_teachercache_canary_drift_nat$c)")]),
+            ("Canary drift, share of the limit", "percentunit", [("worst", "max(ray_teachercache_canary_drift_ratio$c)")]),
             ("Node memory used", "bytes", [("{{SessionName}}", "ray_node_mem_used$c")]),
         ],
     ),
@@ -63,6 +63,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
 
 
 def panel(number: int, title: str, unit: str, targets: list[tuple[str, str]], x: int, y: int) -> dict[str, Any]:
+    """Return one time series of the dashboard as JSON."""
     return {
         "id": number,
         "type": "timeseries",
@@ -78,6 +79,7 @@ def panel(number: int, title: str, unit: str, targets: list[tuple[str, str]], x:
 
 
 def dashboard() -> dict[str, Any]:
+    """Return the whole dashboard as JSON."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
@@ -115,6 +117,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def render() -> str:
+    """Return the file's text."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Writes prometheusrule.yaml (for prometheus-operator) from rules.yaml:  python deploy/monitoring/prometheusrule.py"""
+"""Write prometheusrule.yaml (for prometheus-operator) from rules.yaml: python deploy/monitoring/prometheusrule.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ spec:
 
 
 def render() -> str:
+    """Return the file's text."""
     rules = (HERE / "rules.yaml").read_text(encoding="utf-8")
     body = rules[rules.index("groups:") :]
     return HEAD + "".join(f"  {line}\n" for line in body.splitlines())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from pipeline.config import CorpusConfig, FiltersConfig, canonical_json
+from pipeline.config import CorpusConfig, FiltersConfig
 from pipeline.corpus.readers import RawDocument
 
 
@@ -40,11 +40,16 @@ class Document:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-# C0 controls other than tab, newline, carriage return and form feed; DEL; C1 controls
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]")
+def ascii_json(value: Any) -> str:
+    """Return one spelling per value, for digests of recipes and conversations.
+
+    ASCII, where teachercache.format.spec.canonical_json is UTF-8: a conversation may hold half of a surrogate pair, which
+    UTF-8 cannot spell. The two give other digests for any text beyond ASCII, so neither can replace the other.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
-def _text_value(value: Any, name: str, filters: FiltersConfig) -> str:
+def _text_value(value: Any, name: str) -> str:
     if value is None:
         raise Dropped("missing_field", name)
     if not isinstance(value, str):
@@ -52,28 +57,11 @@ def _text_value(value: Any, name: str, filters: FiltersConfig) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:  # JSON may spell half of a surrogate pair
-        if filters.invalid_utf8 == "drop":
-            raise Dropped("invalid_utf8", name) from None
-        value = value.encode("utf-8", "replace").decode("utf-8")
-    if filters.control_characters != "keep" and _CONTROLS.search(value):
-        if filters.control_characters == "drop":
-            raise Dropped("control_characters", name)
-        value = _CONTROLS.sub("", value)
+        raise Dropped("invalid_utf8", name) from None
     return str(value)
 
 
-def _check_text(text: str, filters: FiltersConfig) -> None:
-    if not text:
-        raise Dropped("empty")
-    if filters.blank == "drop" and not text.strip():
-        raise Dropped("blank")
-    if len(text) < filters.min_chars:
-        raise Dropped("too_short")
-    if filters.max_chars is not None and len(text) > filters.max_chars:
-        raise Dropped("too_long")
-
-
-def _messages_value(value: Any, name: str, filters: FiltersConfig) -> list[dict[str, Any]]:
+def _messages_value(value: Any, name: str) -> list[dict[str, Any]]:
     if value is None:
         raise Dropped("missing_field", name)
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
@@ -86,7 +74,7 @@ def _messages_value(value: Any, name: str, filters: FiltersConfig) -> list[dict[
         message = {k: v for k, v in message.items() if v is not None or k == "content"}
         content = message.get("content")
         if isinstance(content, str):
-            message["content"] = _text_value(content, "content", filters)
+            message["content"] = _text_value(content, "content")
         elif content is None:
             message["content"] = ""
         elif not isinstance(content, list):
@@ -122,12 +110,12 @@ def _mask_value(value: Any, ids: np.ndarray) -> np.ndarray:
 
 
 def fraction_of(content_hash: bytes, salt: str) -> float:
-    """A number in [0, 1) that depends on the content and the salt alone."""
+    """Return a number in [0, 1) that depends on the content and the salt alone."""
     return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=salt.encode()[:64]).digest(), "big") / 2**64
 
 
 def choose_split(corpus: CorpusConfig, content_hash: bytes) -> str:
-    """Split of a document: fixed, or by hash of its content, decided before windowing."""
+    """Return the split of a document: fixed, or by hash of its content, decided before windowing."""
     if corpus.splits is None:
         return corpus.split
     point, edge = fraction_of(content_hash, "split"), 0.0
@@ -139,7 +127,7 @@ def choose_split(corpus: CorpusConfig, content_hash: bytes) -> str:
 
 
 def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, input_digest: str) -> Document:
-    """Takes the fields out of a raw document and applies the filters that need no tokens. Raises Dropped."""
+    """Return the document that a raw one holds, by the corpus's `fields`. Raises Dropped."""
     if raw.problem is not None or raw.value is None:
         raise Dropped(raw.problem or "wrong_type")
     value, fields = raw.value, corpus.fields
@@ -147,19 +135,20 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
     text, messages, ids, mask, tools, continuation = "", [], None, None, None, None
     if kind in ("text", "prompt"):
         name = fields.text_column if kind == "text" else str(fields.prompt)
-        text = _text_value(value.get(name), name, filters)
-        _check_text(text, filters)
+        text = _text_value(value.get(name), name)
+        if not text.strip():
+            raise Dropped("blank" if text else "empty")
         hashed = text.encode()
         if fields.continuation is not None:
-            continuation = _text_value(value.get(fields.continuation), fields.continuation, filters)
+            continuation = _text_value(value.get(fields.continuation), fields.continuation)
             if not continuation:
                 raise Dropped("empty_continuation")
             hashed += b"\0" + continuation.encode()
     elif kind == "messages":
-        messages = _messages_value(value.get(str(fields.messages)), str(fields.messages), filters)
+        messages = _messages_value(value.get(str(fields.messages)), str(fields.messages))
         tools = value.get(fields.tools) if fields.tools else None
         try:
-            hashed = canonical_json([messages, tools]).encode()
+            hashed = ascii_json([messages, tools]).encode()
         except (TypeError, ValueError):
             raise Dropped("wrong_type", "messages hold values that JSON cannot") from None
     else:
@@ -168,8 +157,7 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
         if fields.loss_mask is not None:
             mask = _mask_value(value.get(fields.loss_mask), ids)
     content_hash = hashlib.blake2b(hashed, digest_size=16).digest()
-    share = filters.sample if corpus.sample is None else corpus.sample
-    if share < 1.0 and fraction_of(content_hash, f"sample{filters.sample_seed}") >= share:
+    if corpus.sample < 1.0 and fraction_of(content_hash, "sample0") >= corpus.sample:
         raise Dropped("sampled_out")
     return Document(
         doc_id=_doc_id(value, corpus, filters, content_hash, input_digest, raw.ordinal),
@@ -196,7 +184,7 @@ def _doc_id(
     input_digest: str,
     ordinal: int,
 ) -> str:
-    """The corpus's own id, or the content's hash; the place is added unless equal documents are dropped anyway."""
+    """Return the id of the corpus, or the content's hash; the place is added unless equal documents are dropped."""
     if corpus.fields.id is not None:
         given = value.get(corpus.fields.id)
         if given is None or given == "":

@@ -20,7 +20,7 @@ from pipeline.corpus.templates import (
     end_markers,
     make_renderer,
 )
-from pipeline.corpus.windows import resolved, spans
+from pipeline.corpus.windows import context_of, spans
 from teachercache import TokenizerSpec, fingerprint_tokenizer
 from teachercache.errors import UsageError
 
@@ -78,19 +78,19 @@ class Encoder:
             )
         self._chat: Render | None = None
         self.chat_template: str | None = None  # what conversations are rendered by
-        self.stop_ids: list[int] = []  # in generate mode: ends of an answer, beside the teacher's own
+        self.stop_ids: list[int] = []  # in generate mode: ends of an answer, in addition to the teacher's
         if any(c.fields.kind == "messages" for c in job.corpora):
             self._chat = self._renderer(model_path)
             if job.recipe.mode == "generate":
                 ends = end_markers(self._chat, self.special_tokens)
                 self.stop_ids = [i for i in map(self.backend.token_to_id, ends) if i is not None]
         try:
-            resolved(job.recipe.windows, job.window_size)
+            context_of(job.recipe.windows, job.window_size)
         except ValueError as error:
             raise UsageError(f"recipe.windows: {error}") from error
 
     def _decide_bos(self, folder: Path) -> bool:
-        """Whether a BOS is put in front: by the recipe, else as transformers would do it with this tokenizer."""
+        """Return whether a BOS is put in front: by the recipe, else as transformers would do it with this tokenizer."""
         choice = self.job.recipe.bos
         if choice == "never":
             return False
@@ -122,21 +122,21 @@ class Encoder:
         return make_renderer(tokenizer, template, chat.template_args)
 
     def render(self, *arguments: Any, **named: Any) -> str:
-        """The job's chat template; see templates.make_renderer."""
+        """Render a conversation by the job's chat template; see templates.make_renderer."""
         assert self._chat is not None, "a job without messages has no template"
         return self._chat(*arguments, **named)
 
     # -- text → tokens -------------------------------------------------------------------------------------------
 
     def _plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of raw texts, no special tokens added."""
+        """Return token ids of raw texts, no special tokens added."""
         return [
             np.asarray(e.ids, dtype=np.int32)
             for e in self._text_backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def tokens(self, documents: Sequence[Document]) -> list[Tokens | Dropped]:
-        """Tokens of documents; a document that cannot be used gives its Dropped in the place."""
+        """Return tokens of documents; in the place of one that cannot be used, its Dropped."""
         texts = [d.text for d in documents if d.kind in ("text", "prompt")]
         continuations = [d.continuation for d in documents if d.continuation is not None]
         encoded = iter(self._plain([*texts, *continuations]))
@@ -176,7 +176,7 @@ class Encoder:
         return Tokens(ids, learn, self.add_bos)
 
     def _leading_bos(self, ids: np.ndarray) -> int:
-        """How many BOS tokens stand in front already: BOS must come exactly once."""
+        """Return how many BOS tokens are in front already: BOS must come exactly once."""
         if not self.add_bos:
             return 0
         others = np.flatnonzero(ids != self.bos_id)
@@ -209,7 +209,7 @@ class Encoder:
         return Tokens(ids[bos:], learn[bos:], bos > 0 or self.job.recipe.bos == "always")
 
     def _refuse_markup(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Special tokens that a message writes would become real ones; only `special_text: as_tokens` allows it."""
+        """Drop a message that writes special tokens, which would become real ones, unless `special_text: as_tokens`."""
         if self.job.recipe.special_text == "as_tokens" or self._special_text is None:
             return
         found = self._special_text.search(json.dumps([messages, tools], ensure_ascii=False, default=str))
@@ -223,7 +223,7 @@ class Encoder:
             raise Dropped("invalid_utf8", "the rendered conversation") from error
 
     def _chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Tokens:
-        """A conversation up to where the assistant's answer begins; nothing of it is learned."""
+        """Return the tokens of a conversation up to where the assistant's answer begins; nothing of it is learned."""
         self._refuse_markup(messages, tools)
         if messages[-1]["role"] == "assistant":
             raise Dropped(ENDS_WITH_ASSISTANT, "there is no turn left to answer")
@@ -247,7 +247,7 @@ class Encoder:
     # -- tokens → windows ----------------------------------------------------------------------------------------
 
     def windows(self, document: Document, tokens: Tokens) -> Iterator[Window]:
-        """Windows of a document. Raises Dropped for too few or too many tokens."""
+        """Yield the windows of a document. Raises Dropped for too few or too many tokens."""
         filters, recipe = self.job.recipe.filters, self.job.recipe
         length = int(tokens.ids.size)
         if length < filters.min_tokens:
@@ -297,7 +297,7 @@ def _load(model_path: str | Path) -> Any:
 
 
 def mask_of_spans(offsets: np.ndarray, parts: Sequence[tuple[int, int]]) -> np.ndarray:
-    """bool [n]: tokens whose characters lie wholly inside one of the spans.  offsets int64 [n, 2]."""
+    """Return bool [n]: tokens whose characters are wholly inside one of the spans. offsets int64 [n, 2]."""
     learn = np.zeros(len(offsets), dtype=bool)
     for start, end in parts:
         learn |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])

@@ -8,6 +8,7 @@ and count as different inputs: their shards are then made twice, never mixed up.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from typing import IO, Any
 
 import fsspec
 
-from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
+from teachercache.errors import StoreDenied, UsageError
+from teachercache.store.failures import outages_explained
 
 READ_AHEAD = 4 << 20
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "az", "oss")
@@ -33,7 +35,7 @@ class InputFile:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a url and the path in it; listings are never served from a cache on object stores."""
+    """Return the fsspec file system of a url and the path in it; object stores never list from a cache."""
     protocol = url.split("://", 1)[0] if "://" in url else "file"
     options: dict[str, Any] = {"use_listings_cache": False} if protocol in _OBJECT_STORES else {}
     try:
@@ -44,10 +46,10 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def open_binary(url: str, read_ahead: int = READ_AHEAD) -> IO[bytes]:
-    """Opens one input for reading, seekable where the store is.
+    """Open one input for reading, seekable where the store is.
 
-    read_ahead: bytes fetched beyond what was asked for (s3fs: 50 MiB, six times a shard); 0 = none, for files that are
-    read in places.
+    read_ahead: bytes fetched beyond what was requested (s3fs: 50 MiB by default, six times a shard); 0 = none, for files
+    that are read in places.
     """
     fs, path = filesystem(url)
     options: dict[str, Any] = {"block_size": read_ahead} if read_ahead else {"cache_type": "none"}
@@ -57,30 +59,23 @@ def open_binary(url: str, read_ahead: int = READ_AHEAD) -> IO[bytes]:
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Errors of a store that holds inputs, told apart as those of the cache's are: an outage is nobody's fault.
+    """Translate errors of the store that holds an input; those about a local, missing or damaged file pass unchanged.
 
-    Raises StoreUnavailable for what may pass, which is not held against a shard, and UsageError where access is refused,
-    which no other shard will be spared either. A file on a local disk, a missing one and a damaged one stay as they are.
+    Raises StoreUnavailable for an outage, which is not counted against the shard, and UsageError for refused access,
+    which every shard would meet.
     """
-    try:
+    if url.split("://", 1)[0] not in _OBJECT_STORES:
         yield
-    except Exception as error:
-        if url.split("://", 1)[0] not in _OBJECT_STORES or isinstance(error, (TeacherCacheError, FileNotFoundError)):
-            raise
-        if isinstance(error, PermissionError):
-            raise UsageError(f"{url}: the store refuses to give it ({error}); check credentials and rights") from error
-        # pyarrow's "not a Parquet file" is an OSError as well, without a number
-        passing = isinstance(error, OSError) and (
-            error.errno is not None or isinstance(error, (ConnectionError, TimeoutError))
-        )
-        if passing or type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp", "asyncio"):
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise StoreUnavailable(f"{url} cannot be read now ({said}); try again later") from error
-        raise
+        return
+    try:
+        with outages_explained(url):
+            yield
+    except StoreDenied as error:
+        raise UsageError(f"{url}: the store refuses to give it ({error}); check credentials and rights") from error
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Every file that the patterns name, once each, sorted. Raises UsageError where a pattern names nothing."""
+    """Return every file that the patterns name, once each, sorted. Raises UsageError where a pattern names nothing."""
     found: set[str] = set()
     for pattern in patterns:
         fs, path = filesystem(pattern)
@@ -103,7 +98,7 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def sha256_of(handle: IO[bytes]) -> str:
-    """sha256 of everything from here to the end."""
+    """Return the sha256 hex of everything from here to the end."""
     digest = hashlib.sha256()
     while chunk := handle.read(1 << 20):
         digest.update(chunk)
@@ -112,13 +107,13 @@ def sha256_of(handle: IO[bytes]) -> str:
 
 @lru_cache(maxsize=65_536)
 def _local_digest(path: str, size: int, mtime_ns: int) -> str:
-    """Content digest of a local file; computed once per (path, size, mtime) in a process."""
+    """Return the content digest of a local file; computed once per (path, size, mtime) in a process."""
     with open(path, "rb") as handle:
         return "sha256:" + sha256_of(handle)
 
 
 def fingerprint(url: str) -> InputFile:
-    """Size and digest of one input as it is now."""
+    """Return size and digest of one input as it is now."""
     with store_errors(url):
         return _fingerprint(url)
 
@@ -131,8 +126,6 @@ def _fingerprint(url: str) -> InputFile:
     if etag:
         return InputFile(url, size, f"etag:{str(etag).strip(chr(34))}:{size}")
     if "mtime" in info and "://" not in path and type(fs).__name__ == "LocalFileSystem":
-        import os
-
         stat = os.stat(path)
         return InputFile(url, size, _local_digest(path, stat.st_size, stat.st_mtime_ns))
     with fs.open(path, "rb") as handle:
@@ -140,6 +133,6 @@ def _fingerprint(url: str) -> InputFile:
 
 
 def fingerprint_all(urls: Sequence[str], threads: int = 16) -> Iterator[InputFile]:
-    """Fingerprints in the order of the urls, a few at a time (heads of an object store take 20 ms each)."""
+    """Yield fingerprints in the order of the urls, 16 at a time (a HEAD of an object store takes 20 ms)."""
     with ThreadPoolExecutor(max_workers=threads) as pool:
         yield from pool.map(fingerprint, urls)

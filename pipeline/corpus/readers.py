@@ -22,7 +22,7 @@ from pipeline.errors import InputDamaged
 from teachercache.errors import UsageError
 
 MAX_DOCUMENT_BYTES = 64 << 20
-OPEN_END = 1 << 62  # end of the last range of a compressed file, whose length nobody knows
+OPEN_END = 1 << 62  # end of the last range of a compressed file, whose length is not known
 PARQUET_BUFFER = 8 << 20  # bytes of a column chunk held at a time
 ZSTD_WINDOW = 1 << 31  # dumps packed with `zstd --long=31` need it; allocated only where a frame asks for it
 
@@ -31,7 +31,7 @@ Unit = Literal["bytes", "rows", "file"]
 
 @dataclass(slots=True)
 class RawDocument:
-    """What stands in the file: `ordinal` is a byte offset (lines) or a row number; or a problem's reason."""
+    """One document of a file, or the reason why it is none. `ordinal`: byte offset of a line, or row number."""
 
     ordinal: int
     value: dict[str, Any] | None
@@ -40,7 +40,7 @@ class RawDocument:
 
 
 def file_format(url: str, corpus: CorpusConfig) -> tuple[str, str]:
-    """(format, compression) of a file, by the job file or the file's name."""
+    """Return (format, compression) of a file, by the job file or the file's name. Raises UsageError where neither tells."""
     name = url.lower()
     compression: str | None = corpus.compression
     stem = name
@@ -68,7 +68,7 @@ def file_format(url: str, corpus: CorpusConfig) -> tuple[str, str]:
 
 
 def unit_of(url: str, corpus: CorpusConfig) -> Unit:
-    """How a file is cut into ranges."""
+    """Return how a file is cut into ranges."""
     kind, compression = file_format(url, corpus)
     if kind == "parquet":
         return "rows"
@@ -81,7 +81,7 @@ def unit_of(url: str, corpus: CorpusConfig) -> Unit:
 class _Frames(io.RawIOBase):
     """Decompressed bytes of gzip members or zstd frames. What precedes a cut or damage is given before the error.
 
-    Library readers raise at the cut and lose what stood in their buffer, so nobody would learn the last good document.
+    Library readers raise at the cut and lose what was in their buffer, and with it the last good document.
     """
 
     def __init__(self, raw: IO[bytes], compression: str) -> None:
@@ -107,7 +107,7 @@ class _Frames(io.RawIOBase):
         return count
 
     def _advance(self) -> bool:
-        """Decompresses one more piece of the file; False at its clean end."""
+        """Decompress one more piece of the file; return False at its clean end."""
         data = self._raw.read(1 << 16)
         if not data:
             if self._codec is not None:
@@ -145,7 +145,7 @@ def _decompressed(url: str, compression: str, read_ahead: int) -> Iterator[IO[by
 
 
 def _skip(handle: IO[bytes], count: int) -> None:
-    """Moves a fresh handle `count` bytes on; decompresses them where it cannot jump."""
+    """Move a fresh handle `count` bytes on, decompressing them where it cannot jump."""
     if handle.seekable():
         handle.seek(count)
         return
@@ -157,7 +157,7 @@ def _skip(handle: IO[bytes], count: int) -> None:
 
 
 def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, end, line without its end mark) of lines that start in [start, stop); None for a line beyond the limit."""
+    """Yield (offset, end, line without its end mark) of lines that start in [start, stop); None for an oversized line."""
     position = start
     if start > 0:
         _skip(handle, start - 1)
@@ -181,17 +181,17 @@ def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[in
             yield offset, position, line.rstrip(b"\r\n")
 
 
-def _decode(data: bytes, policy: str) -> str | None:
+def _decode(data: bytes) -> str | None:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        return data.decode("utf-8", "replace") if policy == "replace" else None
+        return None
 
 
-def _parse_line(offset: int, line: bytes | None, kind: str, text_column: str, utf8: str) -> RawDocument | None:
+def _parse_line(offset: int, line: bytes | None, kind: str, text_column: str) -> RawDocument | None:
     if line is None:
         return RawDocument(offset, None, "oversized")
-    text = _decode(line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line, utf8)
+    text = _decode(line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line)
     if text is None:
         return RawDocument(offset, None, "invalid_utf8")
     if kind == "text":
@@ -213,20 +213,17 @@ def read_documents(
     start: int,
     stop: int,
     unit: str,
-    utf8: str = "drop",
     read_ahead: int = READ_AHEAD,
 ) -> Iterator[RawDocument]:
-    """Documents of one range.
+    """Yield the documents of one range.
 
     Raises InputDamaged when the file ends early or cannot be decoded any further, and what `store_errors` raises.
     """
     with store_errors(url):
-        yield from _read(url, corpus, start, stop, unit, utf8, read_ahead)
+        yield from _read(url, corpus, start, stop, unit, read_ahead)
 
 
-def _read(
-    url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, utf8: str, read_ahead: int
-) -> Iterator[RawDocument]:
+def _read(url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, read_ahead: int) -> Iterator[RawDocument]:
     kind, compression = file_format(url, corpus)
     if kind == "parquet":
         yield from _read_parquet(url, corpus, start, stop)
@@ -237,10 +234,10 @@ def _read(
         with _decompressed(url, compression, read_ahead) as handle:
             if kind == "text" and corpus.text_unit == "file":
                 data = handle.read(MAX_DOCUMENT_BYTES + 1)
-                yield _whole_file(data, corpus, utf8)
+                yield _whole_file(data, corpus)
                 return
             for offset, end, line in _lines(handle, start, stop if unit == "bytes" else None):
-                document = _parse_line(offset, line, kind, corpus.fields.text_column, utf8)
+                document = _parse_line(offset, line, kind, corpus.fields.text_column)
                 if document is not None:
                     document.end = end
                     yield document
@@ -252,17 +249,17 @@ def _read(
         raise InputDamaged(url, last_good, count, " ".join(str(error).split())) from error
 
 
-def _whole_file(data: bytes, corpus: CorpusConfig, utf8: str) -> RawDocument:
+def _whole_file(data: bytes, corpus: CorpusConfig) -> RawDocument:
     if len(data) > MAX_DOCUMENT_BYTES:
         return RawDocument(0, None, "oversized")
-    text = _decode(data, utf8)
+    text = _decode(data)
     if text is None:
         return RawDocument(0, None, "invalid_utf8")
     return RawDocument(0, {corpus.fields.text_column: text})
 
 
 def wanted_columns(corpus: CorpusConfig) -> list[str]:
-    """Columns that a Parquet reader needs."""
+    """Return the columns that a Parquet reader needs."""
     fields = corpus.fields
     named = [fields.text_column if fields.kind == "text" else None, fields.messages, fields.input_ids, fields.prompt]
     named += [fields.id, fields.loss_mask, fields.tools, fields.continuation, *corpus.meta]
@@ -294,7 +291,7 @@ def _read_parquet(url: str, corpus: CorpusConfig, start: int, stop: int) -> Iter
 
 
 def parquet_shape(url: str) -> tuple[int, int, list[str]]:
-    """(rows, uncompressed bytes, column names) from the footer alone."""
+    """Return (rows, uncompressed bytes, column names) from the footer alone."""
     import pyarrow.parquet as pq
 
     with store_errors(url), open_binary(url, read_ahead=0) as handle:

@@ -21,7 +21,7 @@ Render = Callable[..., str]
 
 
 def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any]) -> Render:
-    """render(messages, tools=None, add_generation_prompt=False) → text, by the tokenizer's Jinja environment."""
+    """Return render(messages, tools=None, add_generation_prompt=False) → text, by the tokenizer's Jinja environment."""
 
     def render(messages: Sequence[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False) -> str:
         try:
@@ -41,7 +41,7 @@ def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any
 
 
 def end_markers(render: Render, special_tokens: Sequence[str]) -> list[str]:
-    """The special token that follows an answer, where the template writes one: what a teacher must stop at."""
+    """Return the special token that follows an answer, where the template writes one: what a teacher must stop at."""
     try:
         text = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}])
     except Dropped:  # a template that refuses so plain a conversation shows no end
@@ -52,7 +52,7 @@ def end_markers(render: Render, special_tokens: Sequence[str]) -> list[str]:
 
 
 def _common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix, by bisection over slices (no Python loop over characters)."""
+    """Return the length of the longest common prefix, by bisection over slices (no Python loop over characters)."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -64,7 +64,7 @@ def _common_prefix(a: str, b: str) -> int:
 
 
 def _common_suffix(a: str, b: str, limit: int) -> int:
-    """Length of the longest common suffix, at most `limit`."""
+    """Return the length of the longest common suffix, at most `limit`."""
     low, high = 0, min(len(a), len(b), limit)
     while low < high:
         middle = (low + high + 1) // 2
@@ -76,8 +76,8 @@ def _common_suffix(a: str, b: str, limit: int) -> int:
 
 
 def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str] | None) -> int:
-    """End of the turn that begins at `start`, its end marker included; `other` has other content in that turn."""
-    # the suffix may not reach back into what stands before the turn
+    """Return the end of the turn that begins at `start`, end marker included; `other` has other content in that turn."""
+    # the suffix may not reach back into what is before the turn
     suffix = _common_suffix(full, other, len(full) - start)
     end = len(full) - suffix
     written = other.rfind(_SENTINEL) + len(_SENTINEL)
@@ -99,7 +99,7 @@ def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str] | N
 def assistant_spans(
     messages: Sequence[dict[str, Any]], render: Render, special_tokens: Sequence[str], tools: Any = None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation and the [start, end) character spans of the assistant's turns with end markers.
+    """Return the rendered conversation and the [start, end) spans of the assistant's turns with end markers.
 
     Raises Dropped("template_unstable") where the template renders the beginning of a conversation differently once
     more messages follow, in a way that hides where a turn starts.

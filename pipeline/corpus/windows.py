@@ -19,17 +19,16 @@ class Span:
     first_row: int
 
 
-def resolved(config: WindowsConfig, size: int) -> tuple[int, int]:
-    """(stride, min_context) for windows of `size` tokens. See WindowsConfig for the defaults."""
+def context_of(config: WindowsConfig, size: int) -> int:
+    """Return the least context of a row in windows of `size` tokens; windows advance by the rest."""
     least = config.min_context if config.min_context is not None else min(256, size // 4)
-    stride = config.stride if config.stride is not None else size - least
-    if stride < 1 or stride > size or (config.min_context is not None and size - stride < config.min_context):
-        raise ValueError(f"windows of {size} tokens with stride {stride} leave less than min_context {least}")
-    return stride, least
+    if least >= size:
+        raise ValueError(f"windows of {size} tokens leave no room for min_context {least}")
+    return least
 
 
 def spans(length: int, size: int, config: WindowsConfig, bos: int) -> Iterator[Span]:
-    """Windows over a document of `length` tokens (BOS not counted), each input at most `size` with its BOS.
+    """Yield windows over a document of `length` tokens (BOS not counted), each input at most `size` with its BOS.
 
     bos is 1 where the document begins with an added BOS. The rows of all windows are every position exactly once;
     rows of later windows have at least min_context tokens of context. Raises Dropped("too_long") under `skip`.
@@ -41,14 +40,12 @@ def spans(length: int, size: int, config: WindowsConfig, bos: int) -> Iterator[S
         raise Dropped("too_long", f"{length + bos} tokens, the limit is {size}")
     if config.policy == "truncate":
         keep = size - bos
-        begin = 0 if config.truncate_side == "right" else length - keep
-        yield Span(0, begin, begin + keep, begin)
+        yield Span(0, 0, keep, 0)
         return
-    stride, _ = resolved(config, size)
+    context = context_of(config, size)
     later_bos = bos if config.bos_every_window else 0
-    if stride <= later_bos:
-        raise ValueError(f"stride {stride} leaves no room for new rows beside the BOS of every window")
-    context = size - stride
+    if size - context <= later_bos:
+        raise ValueError(f"min_context {context} leaves no room for new rows next to the BOS of every window")
     stop = size - bos
     yield Span(0, 0, stop, 0)
     index = 1

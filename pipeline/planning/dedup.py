@@ -2,7 +2,7 @@
 
 The first copy is kept, in this order: shards that are committed already, then the plan's own order. So a file that is
 added later loses its copies of what is cached, and no cached shard changes. A shard's id does not depend on the
-duplicates; what it leaves out stands in the plan (`detail.duplicates`, by ordinal) and is counted as a drop.
+duplicates; what it leaves out is in the plan (`PlanShard.duplicates`, by ordinal) and is counted as a drop.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pipeline.config import JobConfig
 from pipeline.corpus.documents import Dropped, extract
 from pipeline.corpus.readers import read_documents
 from pipeline.errors import InputDamaged
-from teachercache import PlanShard
+from teachercache.format.objects import PlanShard
 
 Hashes = tuple[np.ndarray, np.ndarray]  # hashes void[16] [n], ordinals int64 [n]
 
 
 def content_hashes(job: JobConfig, shards: Sequence[PlanShard]) -> list[Hashes]:
-    """Of each shard's usable documents. The shards are one file's, in order: it is read (and decompressed) once."""
+    """Hash each shard's usable documents. The shards are one file's, in order: it is read (and decompressed) once."""
     first, last = shards[0], shards[-1]
-    corpus = job.corpora[int(first.detail.get("corpus", 0))]
+    corpus = job.corpora[first.corpus]
     filters = job.recipe.filters
     found: list[list[bytes]] = [[] for _ in shards]
     ordinals: list[list[int]] = [[] for _ in shards]
     starts = [shard.start for shard in shards]
-    raws = read_documents(first.input, corpus, first.start, last.stop, first.unit, filters.invalid_utf8)
+    raws = read_documents(first.input, corpus, first.start, last.stop, first.unit)
     try:
         for raw in islice(raws, corpus.limit_documents if first.unit == "file" else None):
             try:
@@ -50,8 +50,8 @@ def content_hashes(job: JobConfig, shards: Sequence[PlanShard]) -> list[Hashes]:
 
 
 def mark_duplicates(job: JobConfig, shards: Sequence[PlanShard], committed: Set[str] = frozenset()) -> list[PlanShard]:
-    """The same shards in the same order, each with the ordinals of its documents that have an earlier copy."""
-    files = [list(group) for _, group in groupby(shards, key=lambda s: (s.detail.get("corpus", 0), s.input))]
+    """Return the same shards in the same order, each with the ordinals of its documents that have an earlier copy."""
+    files = [list(group) for _, group in groupby(shards, key=lambda s: (s.corpus, s.input))]
     with ThreadPoolExecutor(max_workers=4) as pool:
         by_shard = [part for file in pool.map(lambda group: content_hashes(job, group), files) for part in file]
     order = sorted(range(len(shards)), key=lambda i: (shards[i].shard_id not in committed, i))
@@ -70,5 +70,5 @@ def mark_duplicates(job: JobConfig, shards: Sequence[PlanShard], committed: Set[
         begin += count
         if again:
             shard = shards[place]
-            result[place] = shard.model_copy(update={"detail": {**shard.detail, "duplicates": again}})
+            result[place] = shard.model_copy(update={"duplicates": again})
     return result

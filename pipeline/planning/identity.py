@@ -22,7 +22,7 @@ _IDENTITY_ARGUMENTS = ("quantization", "kv_cache_dtype", "rope_scaling", "rope_t
 
 
 def resolve_model(config: TeacherConfig) -> Path:
-    """Local folder of the teacher; a hub id is fetched into the hub's own cache first. Raises UsageError."""
+    """Return the teacher's local folder; a hub id is fetched into the hub's cache first. Raises UsageError."""
     folder = Path(config.model).expanduser()
     if folder.is_dir():
         if not (folder / "tokenizer.json").exists():
@@ -45,7 +45,7 @@ def resolve_model(config: TeacherConfig) -> Path:
 
 
 def build_spec(job: JobConfig, folder: Path) -> CacheSpec:
-    """Reads and hashes the teacher's files (weights once, about 1 GB/s)."""
+    """Return the cache's identity. Reads and hashes the teacher's files (weights once, about 1 GB/s)."""
     config = job.teacher
     tokenizer = fingerprint_tokenizer(folder)
     if config.engine == "noop":

@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 from pipeline.config import RunConfig
 from pipeline.running.tasks import Failed, Finished, Pool, PoolState, ShardTask, merge_suspects
-from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
+from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.format.objects import PlanShard
+from teachercache.store.failures import retry_while_unavailable
 
 T = TypeVar("T")
 STORE_PATIENCE_S = 900.0
@@ -321,15 +322,9 @@ class Driver:
             self._on_event("leases", {"message": str(error)})
 
     def _patiently(self, action: Callable[[], T]) -> T:
-        """Repeats a store action while the store is down, up to 15 minutes."""
-        deadline = self._clock() + STORE_PATIENCE_S
-        pause = 1.0
-        while True:
-            try:
-                return action()
-            except StoreUnavailable as error:
-                if self._clock() > deadline or self.stop.is_set():
-                    raise
-                self._on_event("store", {"message": str(error)})
-                time.sleep(pause)
-                pause = min(30.0, pause * 2)
+        return retry_while_unavailable(
+            action,
+            patience_s=STORE_PATIENCE_S,
+            on_retry=lambda error, _: self._on_event("store", {"message": str(error)}),
+            stop=self.stop,
+        )

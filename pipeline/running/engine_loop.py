@@ -64,7 +64,7 @@ class _Call:
 
 
 class EngineLoop:
-    """Starts the teacher in a thread of its own and scores windows for several shards."""
+    """Starts the teacher in a thread and scores windows for several shards. Raises what `start` raises."""
 
     def __init__(self, start: Callable[[], Teacher], max_inflight_tokens: int) -> None:
         self._start, self._max = start, max_inflight_tokens
@@ -92,7 +92,7 @@ class EngineLoop:
     # -- the shard's side ----------------------------------------------------------------------------------------
 
     def score(self, windows: Iterator[Window], alone: bool = False) -> Iterator[tuple[Window, Scored]]:
-        """Scores windows as they are read, yields them in their order. `alone`: one at a time, nothing beside it.
+        """Score windows as they are read and yield them in their order. `alone`: one at a time, nothing else inside.
 
         Raises what the source raises (after the windows before it) and EngineDied, whose suspects are the ordinals
         of this shard's documents that were inside.
@@ -155,7 +155,7 @@ class EngineLoop:
                 self._cond.notify_all()
 
     def call(self, action: Callable[[Teacher], T]) -> T:
-        """Runs `action(teacher)` in the engine's thread while nothing is inside, and returns what it returns."""
+        """Run `action(teacher)` in the engine's thread while nothing is inside, and return what it returns."""
         request = _Call(action)
         with self._cond:
             if self._dead is not None:
@@ -171,7 +171,7 @@ class EngineLoop:
         return result
 
     def depths(self) -> tuple[int, int]:
-        """(inputs inside the engine, inputs waiting for it)."""
+        """Return (inputs inside the engine, inputs waiting for it)."""
         with self._cond:
             return len(self._inside), len(self._inbox) + len(self._alone)
 
@@ -189,9 +189,9 @@ class EngineLoop:
             while self._step():
                 pass
         except EngineDied as error:
-            self._bury(error)
+            self._mark_dead(error)
         except BaseException as error:  # whatever the engine raises, its state is unknown
-            self._bury(EngineDied(f"{type(error).__name__}: {error}"))
+            self._mark_dead(EngineDied(f"{type(error).__name__}: {error}"))
 
     def _step(self) -> bool:
         with self._cond:
@@ -233,7 +233,7 @@ class EngineLoop:
             self._cond.notify_all()
 
     def _take(self) -> list[_Item]:
-        """Items that may enter now; one that must be alone waits until the engine is empty."""
+        """Return the items that may enter now; one that must be alone waits until the engine is empty."""
         if self._alone and not self._inside:
             return [self._alone.popleft()]
         if self._alone or any(item.alone for item in self._inside.values()):
@@ -257,8 +257,8 @@ class EngineLoop:
         if not item.client.closed:
             item.client.results[item.index] = (item.window, scored)
 
-    def _bury(self, error: EngineDied) -> None:
-        """Tells every shard that the engine is gone and which of its documents were inside."""
+    def _mark_dead(self, error: EngineDied) -> None:
+        """Tell every shard that the engine is gone and which of its documents were inside."""
         inside = set(map(id, self._inside.values()))
         with self._cond:
             self._dead = error
@@ -269,10 +269,11 @@ class EngineLoop:
 
     @property
     def dead(self) -> bool:
+        """Return whether the engine is gone."""
         return self._dead is not None
 
     def stop(self) -> None:
-        """Ends the thread and frees the teacher."""
+        """End the thread and free the teacher."""
         with self._cond:
             self._stopping = True
             self._cond.notify_all()

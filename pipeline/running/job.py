@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,12 @@ from pipeline.config import JobConfig
 from pipeline.corpus.encode import Encoder
 from pipeline.planning.identity import build_spec, resolve_model
 from pipeline.planning.plan import Planned, make_plan
-from pipeline.planning.prior_plans import Earlier, read_earlier
+from pipeline.planning.prior_plans import PriorPlans, read_prior_plans
 from pipeline.running.driver import Driver, Leases, Outcome, Tally
 from pipeline.running.inline_pool import InlinePool
 from pipeline.running.tasks import Pool, PoolState
 from teachercache import CacheSpec, CacheWriter, Ledger, Manifest, Plan
+from teachercache.console import stop_on_signals
 from teachercache.errors import NotACache, SpecMismatch, UsageError
 
 
@@ -44,23 +42,23 @@ class Result:
     plan_digest: str
 
 
-def check_cache(job: JobConfig, spec: CacheSpec) -> Earlier:
-    """Refuses wrong credentials and a cache of another teacher before anything is planned; returns what it holds.
+def check_cache(job: JobConfig, spec: CacheSpec) -> PriorPlans:
+    """Return what a cache holds; writes nothing.
 
-    Writes nothing.
+    Raises SpecMismatch where the cache is another teacher's, StoreDenied for wrong credentials: before planning.
     """
     try:
         ledger = Ledger.open(job.cache)
         existing = ledger.spec()
     except NotACache:
-        return Earlier()
+        return PriorPlans()
     if existing != spec:
         raise SpecMismatch(job.cache, spec.differences(existing))
-    return read_earlier(ledger.store, ledger.committed())
+    return read_prior_plans(ledger)
 
 
 def absolute(job: JobConfig) -> JobConfig:
-    """Local paths made absolute: actors may run in another folder than the driver."""
+    """Return the job with absolute local paths: actors may run in another folder than the driver."""
     changed: dict[str, Any] = {}
     if "://" not in job.cache:
         if Path.cwd().name.startswith("_ray_pkg_") and not Path(job.cache).expanduser().is_absolute():
@@ -77,36 +75,13 @@ def absolute(job: JobConfig) -> JobConfig:
 
 
 def prepare(job: JobConfig) -> Prepared:
-    """Model, identity, tokenizer, plan; nothing is written."""
+    """Resolve the model, its identity and tokenizer, and plan; nothing is written."""
     job = absolute(job)
     model = resolve_model(job.teacher)
     spec = build_spec(job, model)
-    earlier = check_cache(job, spec)
+    prior = check_cache(job, spec)
     encoder = Encoder(job, model, spec.tokenizer)
-    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, earlier))
-
-
-@contextmanager
-def stop_on_signals(stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C give the shards in work back; a second signal ends the process as usual."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Any] = {}
-
-    def handler(signum: int, frame: types.FrameType | None) -> None:
-        say(f"{signal.Signals(signum).name}: giving back the shards in work")
-        stop.set()
-        for number, old in before.items():
-            signal.signal(number, old)
-
-    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
-        before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, prior))
 
 
 def _pool_maker(
@@ -139,9 +114,10 @@ def run_job(
     say: Callable[[str], None] = print,
     stop: threading.Event | None = None,
 ) -> Result:
-    """Runs a whole job. Running it again resumes it: committed shards are skipped.
+    """Run a whole job. Running it again resumes it: committed shards are skipped.
 
-    Raises UsageError (nothing was started) or another TeacherCacheError (what is committed stays committed).
+    observe: makes an observer of an actor from its ShardWorker, inside the actor (watching.metrics.ActorMetrics). Raises
+    UsageError (nothing was started) or another TeacherCacheError (what is committed stays committed).
     """
     prepared = prepare(job)
     job = prepared.job
@@ -164,14 +140,14 @@ def run_job(
         stop=stop,
     )
     known = {} if job.run.retry_quarantined else writer.quarantined()
-    skip = {s for s, q in known.items() if not q.reason.startswith("document:")}
+    skip = {shard for shard, entry in known.items() if entry.scope == "shard"}
     for shard in skip & driver.shards.keys():
         driver.quarantined[shard] = known[shard].message
-    with stop_on_signals(stop, say):
+    with stop_on_signals(stop, lambda name: say(f"{name}: giving back the shards in progress")):
         outcome = driver.run(skip)
     manifest = None
     complete = outcome.reason == "done" and not outcome.quarantined
-    if job.run.publish and (complete or job.run.allow_partial):
+    if complete or job.run.allow_partial:
         manifest = writer.publish(
             allow_partial=job.run.allow_partial, allow_repeated_content=job.run.allow_repeated_content
         )
@@ -179,7 +155,7 @@ def run_job(
 
 
 def _with_reuse_settled(job: JobConfig, writer: CacheWriter, plan: Plan) -> JobConfig:
-    """`run.reuse: auto` made on or off: what this plan itself commits holds nothing that its other shards need."""
+    """Resolve `run.reuse: auto`: on only if another plan has commits in this cache (shards of one plan share no rows)."""
     if job.run.reuse != "auto":
         return job
     others = writer.committed() - {shard.shard_id for shard in plan.shards}
@@ -192,4 +168,4 @@ def _leases(job: JobConfig, writer: CacheWriter) -> Leases | None:
         return None
     from pipeline.running.leases import StoreLeases
 
-    return StoreLeases(writer.store, job.run.lease_s)
+    return StoreLeases(writer.store)

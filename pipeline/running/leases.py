@@ -16,9 +16,13 @@ from teachercache.errors import StoreDenied, TeacherCacheError
 from teachercache.format.layout import LEASES
 from teachercache.store.store import Store
 
+LEASE_S = 300.0
+
 
 class StoreLeases:
-    def __init__(self, store: Store, lease_s: float, clock: Callable[[], float] = time.time) -> None:
+    """The leases of one job below leases/ of a cache; one that is older than `lease_s` has expired."""
+
+    def __init__(self, store: Store, lease_s: float = LEASE_S, clock: Callable[[], float] = time.time) -> None:
         self._store, self._lease_s, self._clock = store, lease_s, clock
         self._job = uuid.uuid4().hex
         self._serial = 0
@@ -26,7 +30,7 @@ class StoreLeases:
         self._mine: list[str] = []
 
     def others(self) -> set[str]:
-        """Shards that another job announced within the lease time."""
+        """Return the shards that another job announced within the lease time."""
         newest: dict[str, tuple[str, float]] = {}
         for info in self._store.list(LEASES):
             job = info.path.removeprefix(LEASES).split("/", 1)[0]
@@ -40,7 +44,7 @@ class StoreLeases:
         return taken
 
     def announce(self, shards: Sequence[str]) -> None:
-        """Says what this job works on; renews when a third of the lease has passed."""
+        """Take the shards that this job works on; a no-op until a third of the lease has passed."""
         now = self._clock()
         if self._mine and now - self._announced < self._lease_s / 3:
             return
@@ -48,7 +52,7 @@ class StoreLeases:
         self._announced = now
 
     def release(self) -> None:
-        """Gives everything back; leftovers expire by themselves."""
+        """Give everything back; leftovers expire by themselves."""
         with suppress(TeacherCacheError):
             for path in self._mine:
                 self._store.delete(path)

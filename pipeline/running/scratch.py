@@ -1,8 +1,8 @@
 """Where a worker builds its files before they are uploaded, and what killed workers left there.
 
 A worker that is killed (a spot notice, `ray job stop`, the OOM killer) cannot tidy up, and half a gigabyte a shard fills
-the disk of a node that lives for weeks. Each worker holds a lock on its folder while it lives; whoever starts next on
-the machine removes the folders that nobody holds.
+the disk of a node that lives for weeks. Each worker holds a lock on its folder while it lives; the next worker on the
+machine removes the folders that are not held.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Scratch:
         taken.rename(self.folder / LOCK)  # it is seen only once it is held
 
     def close(self) -> None:
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Removes the folders of workers that are gone; returns them. One whose lock cannot be looked at is left alone."""
+    """Remove the folders of workers that are gone and return them. One whose lock cannot be read is left alone."""
     gone = []
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):  # a folder that is being made has no lock yet, and stays
         try:

@@ -166,10 +166,10 @@ class ShardRun:
 
     def _documents(self, drops: Counter[str]) -> Iterator[Document]:
         shard, filters = self.task.shard, self.job.recipe.filters
-        corpus = self.job.corpora[int(shard.detail.get("corpus", 0))]
-        duplicates = set(shard.detail.get("duplicates", ()))
+        corpus = self.job.corpora[shard.corpus]
+        duplicates = set(shard.duplicates)
         seen: set[bytes] = set()
-        raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit, filters.invalid_utf8)
+        raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit)
         if corpus.limit_documents is not None and shard.unit == "file":  # Parquet ranges end at the limit already
             raws = islice(raws, corpus.limit_documents)
         try:

@@ -31,6 +31,7 @@ from pipeline.teachers.canary import check_teacher
 from teachercache import CacheSpec, CacheWriter, PlanShard, Store, check_record, fingerprint_config
 from teachercache.errors import InvalidRecord, UsageError
 
+MAX_INFLIGHT_TOKENS = 65_536  # given to the engine at a time; bounds memory
 QUARANTINE_NAMES = 100  # documents named in one quarantine entry
 
 
@@ -38,7 +39,8 @@ class ShardWorker:
     """A running teacher, a writer and an encoder; `run` does one shard. Raises UsageError where it cannot start.
 
     journal: called with the documents of retried shards as they enter and leave the engine.
-    start: makes the teacher, for tests; by default the one that the job file names.
+    start: makes the teacher, for tests; by default the one that the job file names. max_inflight_tokens: given to the
+    engine at a time.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ShardWorker:
         plan_digest: str = "",
         journal: Journal | None = None,
         start: Callable[[], Teacher] | None = None,
+        max_inflight_tokens: int = MAX_INFLIGHT_TOKENS,
     ) -> None:
         self.job, self.spec, self.plan_digest, self.journal = job, spec, plan_digest, journal
         self.encoder = Encoder(job, model_path, spec.tokenizer)
@@ -60,7 +63,7 @@ class ShardWorker:
         self.writer = CacheWriter(Store.open(job.cache), spec)
         self.scratch = Scratch()
         self.committed = CommittedRows(self.writer.reuse_index(), spec.digest) if job.run.reuse == "on" else None
-        self.loop = EngineLoop(start or (lambda: self._start(str(model_path))), job.teacher.max_inflight_tokens)
+        self.loop = EngineLoop(start or (lambda: self._start(str(model_path))), max_inflight_tokens)
         self.name = f"{socket.gethostname()}:{os.getpid()}"
 
     def _start(self, model_path: str) -> Teacher:
@@ -117,7 +120,8 @@ class ShardWorker:
         for reason, names in broken.items():
             self.writer.quarantine(
                 shard_id,
-                reason=f"document:{reason}",
+                scope="document",
+                reason=reason,
                 message=f"{len(names)} documents of a committed shard were left out: {reason}",
                 documents=names[:QUARANTINE_NAMES],
             )

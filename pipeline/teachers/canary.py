@@ -1,13 +1,13 @@
-"""Before an actor takes work: does this engine, on this machine, in this version, give the rows it should?
+"""The check before an actor takes work: does this engine, in this version, give the rows that it should.
 
-Three fixed texts are scored by the active path and by vLLM's public path, which must agree to the engine's own noise,
-and by transformers in float32 where the model is small enough to load beside the engine. Costs a few seconds; an
-engine that is wrong for a day costs a day.
+Three fixed texts are scored by the active path and by vLLM's public path, which must agree to the engine's noise, and
+by transformers in float32 where the model is small enough to load next to the engine. Costs a few seconds; an engine
+that is wrong for a day costs a day.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
@@ -15,39 +15,31 @@ from pipeline.config import TeacherConfig
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder
 from pipeline.errors import CanaryFailed
-from pipeline.teachers.base import EngineRows, Scored, Teacher
+from pipeline.teachers.base import EngineRows, Teacher
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
     "def area(radius):\n    return 3.14159 * radius ** 2\n\nprint(area(2.0))\n",
     "Water boils at 100 degrees Celsius at sea level; at the top of a mountain it boils earlier, because",
 )
-# mean expected |Δ log-probability| in nats that is still noise: one engine twice, and engine against float32 reference
-SAME_ENGINE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 0.05}
-REFERENCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
+# Largest drift that is still noise, by dtype: mean over rows of Σ p |Δ log p| in nats. Above it an actor does not start.
+LIMITS = {
+    "active_vs_public": {"float32": 1e-4, "float16": 5e-3, "bfloat16": 0.05},  # one engine, two ways out
+    "vs_transformers": {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15},
+}
+PAIRS = {
+    "active_vs_public": "the active path and vLLM's public path",
+    "vs_transformers": "the engine and transformers in float32",
+}
+WARN_RATIO = 0.5  # share of a limit at which the alert TeachercacheCanaryDrift fires (deploy/monitoring/rules.yaml)
 MISSING_MASS = 0.05
-
-
-def largest_drift(a: EngineRows, b: EngineRows, floor: float = 1e-3) -> float:
-    """Largest |Δ log-probability| over ids in both top-K whose probability exceeds `floor`; inf when few are shared."""
-    worst, shared, wanted = 0.0, 0, 0
-    for ids_a, lp_a, ids_b, lp_b in zip(a.topk_ids, a.topk_logprobs, b.topk_ids, b.topk_logprobs, strict=True):
-        order = np.argsort(ids_b)
-        place = np.minimum(np.searchsorted(ids_b, ids_a, sorter=order), len(ids_b) - 1)
-        other = order[place]
-        likely = lp_a > (np.log(floor) if floor > 0 else -np.inf)
-        both = likely & (ids_b[other] == ids_a)
-        wanted += int(likely.sum())
-        shared += int(both.sum())
-        if both.any():
-            worst = max(worst, float(np.abs(lp_a[both] - lp_b[other[both]]).max()))
-    return worst if shared >= 0.95 * wanted else float("inf")
+REFERENCE_PARAMETERS = 400_000_000  # largest model that is compared with transformers in float32
 
 
 def mean_drift(reference: EngineRows, other: EngineRows) -> float:
-    """Mean over rows of Σ_k p_k |Δ log p_k| by the reference's p; inf where `other` misses more than 5 % of the mass.
+    """Return the mean over rows of Σ_k p_k |Δ log p_k| in nats; inf where `other` misses more than 5 % of the mass.
 
-    Weighted by probability, because bf16 weights move unlikely tokens by half a nat without being wrong.
+    Weighted by the reference's probability, because bf16 weights move unlikely tokens by half a nat without being wrong.
     """
     drift = missing = 0.0
     for ids_a, lp_a, ids_b, lp_b in zip(
@@ -77,57 +69,51 @@ def _canary_inputs(encoder: Encoder, limit: int) -> list[np.ndarray]:
 
 
 def _rows(teacher: Teacher, inputs: list[np.ndarray], public: bool = False) -> list[EngineRows]:
-    if public:
-        for key, ids in enumerate(inputs):
-            teacher.submit_public(key, ids, np.arange(len(ids), dtype=np.int32))  # type: ignore[attr-defined]
-        found: dict[int, Scored] = {}
-        while teacher.pending():
-            found.update((s.key, s) for s in teacher.collect())
-        answers = [found[key] for key in range(len(inputs))]
-    else:
-        answers = teacher.score(inputs)
     rows = []
-    for answer in answers:
+    for answer in teacher.score(inputs, public=public):
         if answer.rows is None:
             raise CanaryFailed(f"the engine gives no usable rows for a plain sentence: {answer.error}")
         rows.append(answer.rows)
     return rows
 
 
-def check_teacher(teacher: Teacher, config: TeacherConfig, model_path: str, encoder: Encoder) -> dict[str, Any]:
-    """Raises CanaryFailed where the engine's rows are wrong; returns the drifts for the provenance."""
+def check_teacher(teacher: Teacher, config: TeacherConfig, model_path: str, encoder: Encoder) -> dict[str, float]:
+    """Return the drift of each pair of LIMITS that was compared, for the provenance; also call `teacher.accelerate`.
+
+    Raises CanaryFailed where a drift is above its limit. Engines other than vllm have one path and are not compared.
+    """
     if config.engine != "vllm":
         return {}
     inputs = _canary_inputs(encoder, config.max_model_len - 1)
+    report: dict[str, float] = {}
+
+    def compare(pair: str, reference: list[EngineRows], other: list[EngineRows]) -> None:
+        drift = max(mean_drift(a, b) for a, b in zip(reference, other, strict=True))
+        limit = LIMITS[pair][config.dtype]
+        if not drift <= limit:
+            raise CanaryFailed(
+                f"canary: {PAIRS[pair]} differ by {drift:.4g} nat a row on a fixed text, noise stays below {limit}; "
+                "not starting"
+            )
+        report[pair] = round(drift, 6)
+
     public = _rows(teacher, inputs, public=True)
     teacher.accelerate()
     active = _rows(teacher, inputs)
-    drift = max(mean_drift(a, b) for a, b in zip(public, active, strict=True))
-    report: dict[str, Any] = {"active_vs_public": round(drift, 6)}
-    _judge("the active path and vLLM's public path", drift, SAME_ENGINE[config.dtype])
-    if (
-        0 < _parameters(model_path) <= config.canary_reference_parameters
-        and config.engine_args.get("load_format") != "dummy"
-    ):
+    compare("active_vs_public", public, active)
+    if 0 < _parameters(model_path) <= REFERENCE_PARAMETERS and config.engine_args.get("load_format") != "dummy":
         from pipeline.teachers.hf import HfTeacher
 
         plain = config.model_copy(update={"dtype": "float32", "head_dtype": "float32", "engine_args": {}})
-        reference = _rows(HfTeacher(plain, model_path, teacher.vocab_size), inputs)  # type: ignore[attr-defined]
-        drift = max(mean_drift(b, a) for a, b in zip(active, reference, strict=True))
-        report["vs_transformers"] = round(drift, 6)
-        _judge("the engine and transformers in float32", drift, REFERENCE[config.dtype])
+        compare("vs_transformers", _rows(HfTeacher(plain, model_path, encoder.vocab_size), inputs), active)
     return report
 
 
-def _judge(pair: str, drift: float, limit: float) -> None:
-    if not drift <= limit:
-        raise CanaryFailed(
-            f"canary: {pair} differ by {drift:.4g} nat a row on a fixed text, noise stays below {limit}; not starting"
-        )
+def drift_ratio(report: dict[str, float], dtype: str) -> float:
+    """Return the largest drift of a report as a share of its limit, in [0, 1]; 0 where nothing was compared."""
+    return max((min(1.0, drift / LIMITS[pair][dtype]) for pair, drift in report.items()), default=0.0)
 
 
 def _parameters(model_path: str) -> int:
-    """Parameters of a safetensors folder, from the sizes of its files (at two bytes each, an upper bound)."""
-    from pathlib import Path
-
+    """Return the parameters of a safetensors folder, from the sizes of its files at two bytes each: an upper bound."""
     return sum(f.stat().st_size for f in Path(model_path).glob("*.safetensors")) // 2

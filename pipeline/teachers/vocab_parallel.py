@@ -1,7 +1,7 @@
 """Top-K of a vocabulary that is split over the ranks of a tensor-parallel teacher, without gathering the logits.
 
 vLLM gathers [N, V] float32 logits on every rank before it takes a top-K: 0.5 MB a token of traffic for 808 bytes of
-answer, and then every rank passes over all V. Here each rank takes the top-K and the log-partition of its own slice
+answer, and then every rank passes over all V. Here each rank takes the top-K and the log-partition of its slice
 (shard_top_k), one all-gather moves 2·K + 2 numbers a row, and every rank merges (merge_shards). Exact: the K largest
 of V are among the K largest of each slice, and log-partitions add up. Work per rank is that of V / ranks logits, but
 for the merge. The plain twin is topk.reference_row_top_k over the whole row; a test holds them together.

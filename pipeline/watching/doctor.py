@@ -46,12 +46,12 @@ print(json.dumps({"version": vllm.__version__, "fast_path_missing": raw_tensors.
 
 
 def examine_pipeline(url: str | None = None, *, write: bool = True) -> list[Finding]:
-    """Everything that `python -m pipeline run` needs on this machine."""
+    """Check everything that `python -m pipeline run` needs on this machine."""
     return [*examine(url, write=write), check_torch(), check_ray(), *check_vllm()]
 
 
 def child(code: str) -> tuple[dict[str, Any] | None, str]:
-    """Runs Python code that prints one JSON line last; (its value, "") or (None, why not)."""
+    """Run Python code that prints one JSON line last; return (its value, "") or (None, why not)."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S,
@@ -67,6 +67,7 @@ def child(code: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def check_torch() -> Finding:
+    """Look at torch and its GPUs."""
     found, why = child(TORCH)
     if found is None:
         return Finding("torch", FAIL, why, "install what constraints/cpu.txt or constraints/cuda.txt pins")
@@ -81,6 +82,7 @@ def check_torch() -> Finding:
 
 
 def check_ray() -> Finding:
+    """Look at Ray, and at the cluster that RAY_ADDRESS names."""
     found, why = child(RAY)
     if found is None:
         return Finding("ray", FAIL, why, "pip install 'ray[default]'; if RAY_ADDRESS is set, check that it answers")
@@ -91,7 +93,7 @@ def check_ray() -> Finding:
 
 
 def check_vllm() -> list[Finding]:
-    """vLLM itself, its fast path and its runner."""
+    """Look at vLLM, its fast path and its runner."""
     found, why = child(VLLM)
     if found is None:
         return [Finding("vllm", FAIL, why, "install what the constraints pin; teacher.engine=hf works without, slowly")]

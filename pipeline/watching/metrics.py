@@ -1,15 +1,19 @@
-"""Metrics of a teacher actor through ray.util.metrics, for Prometheus: names, meanings, and one place that sets them.
+"""Metrics for Prometheus through ray.util.metrics: their names, their meanings, and the places that set them.
 
-Counters carry `source`-free totals per actor; Ray adds the node and the worker. Without Ray nothing is recorded.
+An actor counts its work; the driver's gauges are set at every progress report, so they are as fresh as
+`run.log_every_s`. Ray adds the node and the worker. Without Ray nothing is recorded.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from pipeline.running.tasks import Receipt
-from pipeline.running.worker import ShardWorker
+if TYPE_CHECKING:
+    from pipeline.running.driver import Tally
+    from pipeline.running.tasks import PoolState, Receipt
+    from pipeline.running.worker import ShardWorker
 
 COUNTERS = {
     "teachercache_tokens": "input tokens scored and committed",
@@ -19,13 +23,22 @@ COUNTERS = {
     "teachercache_shards": "shards committed by this actor",
     "teachercache_conflicts": "shards that another attempt had committed first",
     "teachercache_dropped_documents": "documents left out, by reason",
-    "teachercache_failures": "attempts that came to nothing",
+    "teachercache_failures": "attempts without a result",
 }
+# a name that ends in _fraction or _ratio has values in [0, 1]
 GAUGES = {
     "teachercache_engine_busy_fraction": "share of the last interval in which the engine held an input",
     "teachercache_engine_inside": "inputs inside the engine",
     "teachercache_engine_waiting": "inputs waiting for the engine",
-    "teachercache_canary_drift_nat": "largest difference of log-probabilities that the canary saw at the start",
+    "teachercache_canary_drift_ratio": "mean drift that the canary saw at the start, as a share of its limit",
+}
+JOB_GAUGES = {
+    "teachercache_job_shards_left": "planned shards that are neither committed nor quarantined",
+    "teachercache_job_shards_quarantined": "shards given up, with their reasons in the cache",
+    "teachercache_job_retries": "attempts of this run that were repeated",
+    "teachercache_job_teachers_wanted": "actors that the job asks for",
+    "teachercache_job_teachers_ready": "actors that can take work",
+    "teachercache_job_teacher_deaths": "actors that ended while this run used them",
 }
 
 
@@ -35,6 +48,8 @@ class ActorMetrics:
     def __init__(self, worker: ShardWorker, interval_s: float = 5.0) -> None:
         from ray.util import metrics
 
+        from pipeline.teachers.canary import drift_ratio
+
         self._counters = {
             name: metrics.Counter(name, text, tag_keys=("reason",) if name.endswith("dropped_documents") else ())
             for name, text in COUNTERS.items()
@@ -42,13 +57,13 @@ class ActorMetrics:
         self._gauges = {name: metrics.Gauge(name, text) for name, text in GAUGES.items()}
         self._worker, self._interval = worker, interval_s
         self._last_busy = worker.loop.busy_s
-        canary: dict[str, Any] = worker.loop.teacher.provenance.get("canary") or {}
-        self._gauges["teachercache_canary_drift_nat"].set(max([0.0, *canary.values()]))
-        self._stop = threading.Event()
+        report = worker.loop.teacher.provenance.get("canary") or {}
+        self._gauges["teachercache_canary_drift_ratio"].set(drift_ratio(report, worker.job.teacher.dtype))
         threading.Thread(target=self._refresh, name="metrics", daemon=True).start()
 
     def _refresh(self) -> None:
-        while not self._stop.wait(self._interval):
+        pause = threading.Event()
+        while not pause.wait(self._interval):
             loop = self._worker.loop
             busy = loop.busy_s
             self._gauges["teachercache_engine_busy_fraction"].set(min(1.0, (busy - self._last_busy) / self._interval))
@@ -58,6 +73,7 @@ class ActorMetrics:
             self._gauges["teachercache_engine_waiting"].set(waiting)
 
     def committed(self, receipt: Receipt) -> None:
+        """Count a shard that ended with a receipt."""
         if not receipt.won:
             self._counters["teachercache_conflicts"].inc()
             return
@@ -70,7 +86,33 @@ class ActorMetrics:
             self._counters["teachercache_dropped_documents"].inc(count, tags={"reason": reason})
 
     def failed(self) -> None:
+        """Count a shard that raised."""
         self._counters["teachercache_failures"].inc()
 
-    def close(self) -> None:
-        self._stop.set()
+
+def job_values(tally: Tally, state: PoolState) -> dict[str, float]:
+    """Return the values of JOB_GAUGES."""
+    return {
+        "teachercache_job_shards_left": float(tally.total - tally.done),
+        "teachercache_job_shards_quarantined": float(tally.quarantined),
+        "teachercache_job_retries": float(tally.retries),
+        "teachercache_job_teachers_wanted": float(state.wanted),
+        "teachercache_job_teachers_ready": float(state.ready),
+        "teachercache_job_teacher_deaths": float(state.deaths),
+    }
+
+
+def with_job_metrics(progress: Callable[[Tally, PoolState], None]) -> Callable[[Tally, PoolState], None]:
+    """Return a progress report that sets the job's gauges too; they begin with the first report, after Ray connected."""
+    gauges: dict[str, Any] = {}
+
+    def report(tally: Tally, state: PoolState) -> None:
+        progress(tally, state)
+        if not gauges:
+            from ray.util import metrics
+
+            gauges.update({name: metrics.Gauge(name, text) for name, text in JOB_GAUGES.items()})
+        for name, value in job_values(tally, state).items():
+            gauges[name].set(value)
+
+    return report

@@ -1,4 +1,4 @@
-"""Shows documents as the teacher will see them: tokens, special tokens, and which of them a student learns."""
+"""Documents as the teacher will see them: tokens, special tokens, and which of them a student learns."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ MOST_TOKENS = 400
 
 
 def show_documents(console: Console, prepared: Prepared, count: int) -> None:
-    """Prints the first `count` usable documents; learned tokens green, others dim, window borders marked.
+    """Print the first `count` usable documents; learned tokens green, others dim, window borders marked.
 
-    Where there are no colours, «guillemets» stand around what is learned.
+    Where there are no colours, what is learned is in «guillemets».
     """
     shown, plain = 0, console.color_system is None
     console.print(f"what a student learns is {'between « and »' if plain else 'green'}", style="green")
     job, encoder = prepared.job, prepared.encoder
     for shard in prepared.planned.plan.shards:
-        corpus = job.corpora[int(shard.detail.get("corpus", 0))]
-        for raw in read_documents(
-            shard.input, corpus, shard.start, shard.stop, shard.unit, job.recipe.filters.invalid_utf8
-        ):
+        corpus = job.corpora[shard.corpus]
+        for raw in read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit):
             if shown == count:
                 return
             try:

@@ -1,22 +1,23 @@
-"""What a person sees while a job runs: a live line on a terminal, plain lines elsewhere, and the preview and summary."""
+"""Output for a person: a live line while a job runs (plain lines without a terminal), the preview and the summary."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.planning.plan import Planned
-from pipeline.running.driver import Outcome, Tally
-from pipeline.running.tasks import PoolState
+if TYPE_CHECKING:
+    from pipeline.planning.plan import Planned
+    from pipeline.running.driver import Outcome, Tally
+    from pipeline.running.tasks import PoolState
 
 BYTES_PER_ROW = 280  # the open layout at K = 100
 
 
 def human(number: float, unit: str = "") -> str:
-    """1234567 → 1.23 M."""
+    """Spell a number with a unit prefix: 1234567 → 1.23 M."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
             return f"{number / limit:.3g} {suffix}{unit}"
@@ -24,7 +25,7 @@ def human(number: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """90 → 1 min 30 s."""
+    """Spell a duration: 90 → 1 min 30 s."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds:.0f} s"
@@ -34,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Prints progress; `rate` is over the last interval, `overall` since the first token."""
+    """Prints progress: a live line on a terminal, a plain line for every report elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -46,6 +47,7 @@ class Progress:
             self._status.start()
 
     def __call__(self, tally: Tally, state: PoolState) -> None:
+        """Print a report; the rate is that of the interval since the last one."""
         now = time.monotonic()
         then, tokens = self._last
         rate = (tally.tokens - tokens) / max(now - then, 1e-9)
@@ -58,7 +60,7 @@ class Progress:
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def _engines(self, workers: list[dict[str, Any]], now: float) -> str:
-        """Share of the last interval in which the engines held work: the mean, and the idlest by name."""
+        """Return the share of the last interval in which engines held work: the mean, and the idlest by name."""
         shares: dict[str, float] = {}
         for worker in workers:
             name, busy = worker["name"], worker["busy_s"]
@@ -73,12 +75,13 @@ class Progress:
         return f"  ·  engines busy {mean:.0%}" + (f" (least: {idlest} {shares[idlest]:.0%})" if len(shares) > 1 else "")
 
     def line(self, tally: Tally, state: PoolState, rate: float, elapsed: float) -> str:
+        """Return the line of a report; `rate` is tokens/s of the last interval, `elapsed` seconds since the start."""
         overall = tally.tokens / max(elapsed, 1e-9)
         parts = [
             f"{tally.done}/{tally.total} shards",
             f"{human(tally.tokens)} tokens",
             f"{human(rate)}/s now, {human(overall)}/s overall",
-            f"{state.ready}/{state.wanted} teachers" + (f" ({state.starting} starting)" if state.starting else ""),
+            f"{state.ready}/{state.wanted} actors" + (f" ({state.starting} starting)" if state.starting else ""),
         ]
         if overall > 0 and tally.estimated_tokens_left > 0:
             parts.append(f"about {duration(tally.estimated_tokens_left / overall)} left")
@@ -91,17 +94,19 @@ class Progress:
         return "  ·  ".join(parts)
 
     def event(self, name: str, details: dict[str, Any]) -> None:
+        """Print an event that a person should see: a failure, a quarantine, an outage of the store."""
         if name in ("failed", "quarantined", "store"):
             text = "  ".join(f"{key}={value}" for key, value in details.items())
             self.console.print(f"{name}: {text}", soft_wrap=True, markup=False, highlight=False)
 
     def close(self) -> None:
+        """Remove the live line."""
         if self._status is not None:
             self._status.stop()
 
 
 def show_plan(console: Console, planned: Planned, tokens_per_s: float | None, gpus: float = 1.0) -> None:
-    """The preview; estimates are called estimates.  tokens_per_s is of one teacher, which holds `gpus`."""
+    """Print the preview of a plan. `tokens_per_s` is of one teacher, which holds `gpus`."""
     table = Table(title="Plan (documents, tokens, rows and drops are estimates from a sample of each file)")
     for name in ("source", "files", "bytes", "shards", "≈ documents", "≈ tokens", "≈ rows", "≈ dropped"):
         table.add_column(name, justify="left" if name == "source" else "right")
@@ -132,7 +137,7 @@ def show_plan(console: Console, planned: Planned, tokens_per_s: float | None, gp
 
 
 def show_outcome(console: Console, outcome: Outcome) -> None:
-    """The summary of a run."""
+    """Print the summary of a run."""
     tally = outcome.tally
     copied = f" of which {human(tally.reused_rows)} copied from other plans" if tally.reused_rows else ""
     console.print(

@@ -1,4 +1,4 @@
-"""The state of a cache from its store alone: anybody with read access may watch a job."""
+"""The state of a cache from its store alone: everyone with read access may watch a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from teachercache.errors import NotACache
 
 
 def read_status(url: str) -> dict[str, Any]:
-    """Counts over all plans of a cache. Cost: one listing and one small read per commit, sixteen at a time."""
+    """Count over all plans of a cache. Cost: one listing and one small read per commit, sixteen at a time."""
     ledger = Ledger.open(url)
     ledger.spec()  # NotACache before anything else is read
     planned = {s.shard_id: s for plan in ledger.plans().values() for s in plan.shards}
@@ -23,7 +23,7 @@ def read_status(url: str) -> dict[str, Any]:
     done = {c.shard_id for c in commits}
     shards, broken = 0, 0
     for shard_id, entry in ledger.quarantines().items():
-        if entry.reason.startswith("document:"):
+        if entry.scope == "document":
             broken += len(entry.documents)
         elif shard_id not in done:
             shards += 1
@@ -50,12 +50,12 @@ def read_status(url: str) -> dict[str, Any]:
 
 
 def _reused(commit: Commit, what: str) -> int:
-    """Records, rows or tokens of a commit that were copied from commits of other plans."""
+    """Return the records, rows or tokens of a commit that were copied from commits of other plans."""
     return int((commit.provenance.get("reused") or {}).get(what, 0))
 
 
 def measured_rate(url: str, most: int = 50) -> float | None:
-    """Tokens/s of one teacher as the cache's own commits record it; None where there is none yet."""
+    """Return tokens/s of one teacher as the cache's commits record it; None where there is none yet."""
     ledger = Ledger.open(url)
     try:
         ledger.spec()
@@ -69,6 +69,8 @@ def measured_rate(url: str, most: int = 50) -> float | None:
 
 
 def show_status(console: Console, report: dict[str, Any], before: dict[str, Any] | None) -> None:
+    """Print what read_status returned, with the rate since `before`."""
+    """Print what read_status returned, with the rate since `before`."""
     table = Table(title=report["url"], show_header=False)
     state = (
         "complete" if report["complete"] else f"about {human(report['estimated_tokens_left'])} tokens left (estimate)"
@@ -92,20 +94,19 @@ def show_status(console: Console, report: dict[str, Any], before: dict[str, Any]
 
 
 def read_quarantine(url: str) -> list[dict[str, Any]]:
-    """Quarantined shards without a commit, and documents left out of committed shards."""
+    """Return quarantined shards without a commit, and documents left out of committed shards."""
     ledger = Ledger.open(url)
     ledger.spec()
     committed = ledger.committed()
     entries = []
     for shard_id, entry in sorted(ledger.quarantines().items()):
-        scope = "document" if entry.reason.startswith("document:") else "shard"
-        if scope == "shard" and shard_id in committed:
+        if entry.scope == "shard" and shard_id in committed:
             continue
         entries.append(
             {
-                "scope": scope,
+                "scope": entry.scope,
                 "shard_id": shard_id,
-                "reason": entry.reason.removeprefix("document:"),
+                "reason": entry.reason,
                 "message": entry.message,
                 "documents": list(entry.documents),
             }

@@ -70,13 +70,16 @@ class PlanShard(Strict):
 
     shard_id: str
     source: str
+    corpus: int = Field(default=0, ge=0, description="place of the source's entry in the job's `corpora`")
     input: str = Field(description="URL of the input file")
     input_digest: str
     start: int = 0
     stop: int = 0
-    unit: Literal["bytes", "row_groups", "rows", "file"] = "file"
+    unit: Literal["bytes", "rows", "file"] = "file"
     estimated_tokens: int = 0
-    detail: dict[str, Any] = Field(default_factory=dict)
+    duplicates: list[int] = Field(
+        default_factory=list, description="documents left out because the job has them elsewhere, by ordinal"
+    )
 
     @field_validator("shard_id")
     @classmethod
@@ -108,6 +111,9 @@ class Quarantine(Strict):
     format_version: Literal[1] = 1
     shard_id: str
     attempt: str
+    scope: Literal["shard", "document"] = Field(
+        default="shard", description="what was given up: the shard, or only some documents of a committed one"
+    )
     reason: str
     message: str
     documents: list[str] = Field(default_factory=list)

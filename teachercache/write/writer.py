@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from teachercache.errors import CommitConflict, Exists, NotACache, SpecMismatch
 from teachercache.format import layout
@@ -118,12 +118,24 @@ class CacheWriter:
             work.upload()
             return work.commit(drops=drops, provenance=provenance, replaces=replaces)
 
-    def quarantine(self, shard_id: str, *, reason: str, message: str, documents: Sequence[str] = ()) -> None:
-        """Say that a shard keeps failing. Advisory: it may be tried again, and a commit wins over it."""
+    def quarantine(
+        self,
+        shard_id: str,
+        *,
+        reason: str,
+        message: str,
+        documents: Sequence[str] = (),
+        scope: Literal["shard", "document"] = "shard",
+    ) -> None:
+        """Record that a shard keeps failing, or (`scope` document) which documents of a committed one were left out.
+
+        Advisory: a shard may be tried again, and a commit wins over it.
+        """
         attempt = uuid.uuid4().hex
         entry = Quarantine(
             shard_id=shard_id,
             attempt=attempt,
+            scope=scope,
             reason=reason,
             message=message[:4000],
             documents=list(documents),

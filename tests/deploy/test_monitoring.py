@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 import yaml
 
+from pipeline.teachers.canary import LIMITS, WARN_RATIO, drift_ratio
+from pipeline.watching.metrics import COUNTERS, GAUGES, JOB_GAUGES
 from tests.deploy.manifests import DEPLOY, ROOT
 
 MONITORING = DEPLOY / "monitoring"
@@ -59,6 +61,36 @@ def test_every_alert_has_a_unit_test_in_which_it_fires() -> None:
     assert fired == {rule["alert"] for rule in rules() if "alert" in rule}
 
 
+def test_rules_are_tested_with_values_that_the_code_can_emit() -> None:
+    """A fraction or ratio has its values in [0, 1]; counts are whole and never negative. See pipeline/watching/metrics.py."""
+    tests = yaml.safe_load((MONITORING / "rules.test.yaml").read_text())["tests"]
+    series = [line for test in tests for line in test["input_series"]]
+    assert series
+    for line in series:
+        name = line["series"].partition("{")[0]
+        assert name in exported(), name
+        if name.endswith(("_fraction", "_ratio")):
+            starts = [float(re.split("[+-]", part)[0]) for part in line["values"].split()]
+            assert all(0 <= start <= 1 for start in starts), line
+        else:
+            assert all(float(number).is_integer() for number in re.findall(r"\d+(?:\.\d+)?", line["values"])), line
+
+
+def test_the_canarys_alert_fires_below_the_largest_drift_that_lets_an_actor_start() -> None:
+    """Above its limit an actor refuses to start and exports nothing, so the largest value that is ever seen is 1."""
+    (rule,) = (rule for rule in rules() if rule.get("alert") == "TeachercacheCanaryDrift")
+    threshold = float(rule["expr"].rsplit(">", 1)[1])
+    assert threshold == WARN_RATIO
+    for dtype in ("float32", "float16", "bfloat16"):
+        reachable = drift_ratio({pair: limits[dtype] for pair, limits in LIMITS.items()}, dtype)
+        assert threshold < reachable == 1
+    page = (ROOT / "docs/OPERATIONS.md").read_text()
+    section = page[page.index("### TeachercacheCanaryDrift") :].split("\n### ")[0]
+    assert f"{WARN_RATIO:.0%}".replace("%", " %") in section
+    for limits in LIMITS.values():
+        assert f"{limits['bfloat16']} nat" in section
+
+
 def test_operators_rules_are_the_plain_ones() -> None:
     assert (MONITORING / "prometheusrule.yaml").read_text() == module(MONITORING / "prometheusrule.py").render()
     operator = yaml.safe_load((MONITORING / "prometheusrule.yaml").read_text())
@@ -83,9 +115,6 @@ def expressions() -> list[str]:
 
 def exported() -> set[str]:
     """Names as Prometheus sees them: Ray puts `ray_` before, and `_total` after counters."""
-    from pipeline.watching.job_metrics import JOB_GAUGES
-    from pipeline.watching.metrics import COUNTERS, GAUGES
-
     return {f"ray_{name}_total" for name in COUNTERS} | {f"ray_{name}" for name in (*GAUGES, *JOB_GAUGES)}
 
 

@@ -53,10 +53,9 @@ def _job(folder: Path, url: str, model: Path) -> Path:
     job = {
         "cache": url,
         "teacher": {"model": str(model), "engine": "noop", "top_k": 8, "max_model_len": 512,
-                    "engine_args": {"delay_s": 0.25}, "max_inflight_tokens": 1500, "cpus_per_actor": 1},
+                    "engine_args": {"delay_s": 0.5}},
         "corpora": [{"source": "s", "files": [f"{folder}/in*.jsonl"], "fields": {"text": "text", "id": "id"}}],
-        "run": {"actors": 2, "shard_bytes": 1500, "log_every_s": 5, "refresh_s": 4, "shard_timeout_s": 60,
-                "max_retries": 8, "lease_s": 20},
+        "run": {"actors": 2, "shard_bytes": 1500, "log_every_s": 5, "shard_timeout_s": 60, "max_retries": 8},
     }  # fmt: skip
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job))

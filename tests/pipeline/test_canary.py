@@ -9,15 +9,11 @@ import pytest
 
 from pipeline.config import TeacherConfig, parse_job
 from pipeline.corpus.encode import Encoder
+from pipeline.errors import CanaryFailed
 from pipeline.teachers.base import EngineRows, rows_from_columns
-from pipeline.teachers.canary import (
-    TEXTS,
-    CanaryFailed,
-    check_teacher,
-    largest_drift,
-    mean_drift,
-)
+from pipeline.teachers.canary import LIMITS, TEXTS, WARN_RATIO, check_teacher, drift_ratio, mean_drift
 from pipeline.teachers.noop import NoopTeacher, expected_columns
+from tests.pipeline.drift import largest_drift
 
 K, VOCAB = 20, 300
 
@@ -65,15 +61,27 @@ class Lying(NoopTeacher):
 
 @pytest.mark.parametrize(("shift", "fine"), [(0.0, True), (0.01, True), (0.3, False)])
 def test_a_fast_path_that_gives_other_numbers_is_refused(tokenizer_folder, shift, fine):
-    config = TeacherConfig(model=str(tokenizer_folder), engine="vllm", top_k=K, canary_reference_parameters=0)
+    config = TeacherConfig(model=str(tokenizer_folder), engine="vllm", top_k=K)
     job = parse_job({"cache": "unused", "teacher": config.model_dump(), "corpora": [{"files": ["unused"]}]})
     encoder = Encoder(job, tokenizer_folder)
     teacher = Lying(config, encoder.vocab_size, shift)
     if fine:
-        assert check_teacher(teacher, config, str(tokenizer_folder), encoder)["active_vs_public"] <= 0.05
+        report = check_teacher(teacher, config, str(tokenizer_folder), encoder)
+        assert report["active_vs_public"] <= LIMITS["active_vs_public"]["bfloat16"]
+        assert 0 <= drift_ratio(report, "bfloat16") <= 1
     else:
         with pytest.raises(CanaryFailed, match="active path"):
             check_teacher(teacher, config, str(tokenizer_folder), encoder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_largest_ratio_that_an_actor_reports_is_one_and_a_warning_comes_before(dtype):
+    """The metric is set from reports that the canary let pass: any drift up to the limit of its pair."""
+    reachable = {pair: limits[dtype] for pair, limits in LIMITS.items()}
+    assert drift_ratio(reachable, dtype) == 1.0
+    assert 0 < WARN_RATIO < 1.0
+    assert drift_ratio({}, dtype) == 0.0
+    assert drift_ratio({pair: 0.4 * limit for pair, limit in reachable.items()}, dtype) == pytest.approx(0.4)
 
 
 @pytest.mark.timeout(200)
@@ -82,7 +90,6 @@ def test_bfloat16_of_a_real_model_is_noise_and_a_wrong_layer_is_not():
     if not (model / "model.safetensors").exists():
         pytest.skip(f"{model} is not there; `make model` makes it")
     torch = pytest.importorskip("torch")
-    from pipeline.teachers.canary import REFERENCE
     from pipeline.teachers.hf import HfTeacher
 
     job = parse_job(
@@ -97,6 +104,7 @@ def test_bfloat16_of_a_real_model_is_noise_and_a_wrong_layer_is_not():
     with torch.no_grad():
         exact.model.model.layers[3].mlp.down_proj.weight.zero_()
     wrong = min(mean_drift(a, b.rows) for a, b in zip(expected, exact.score(inputs), strict=True))
-    print(f"bf16 {noise:.4f} nat, one layer broken {wrong:.4f} nat, limit {REFERENCE['bfloat16']}")
-    assert noise < REFERENCE["bfloat16"] / 2
-    assert wrong > REFERENCE["bfloat16"]
+    limit = LIMITS["vs_transformers"]["bfloat16"]
+    print(f"bf16 {noise:.4f} nat, one layer broken {wrong:.4f} nat, limit {limit}")
+    assert noise < limit * WARN_RATIO
+    assert wrong > limit

@@ -14,7 +14,7 @@ from tests.pipeline.conftest import ROOT, environment
 @pytest.mark.timeout(290)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_document_is_cached_once_whatever_dies(seed):
-    """In a process of its own: the cluster's raylets are its children, and it finds the actors among them."""
+    """In a separate process: the cluster's raylets are its children, and it finds the actors among them."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.pipeline.chaos", str(seed), "3"],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=False,

@@ -72,9 +72,9 @@ class ScriptedPool:
 
 
 def drive(store, pool, todo, **run):
-    driver = Driver(RunConfig(refresh_s=1e-9, **run), store, todo, lambda: pool)
-    driver_clock = iter(range(0, 10**9, 40))  # 40 s a look: waits between tries are over at once
-    driver._clock = lambda: float(next(driver_clock))
+    looks = iter(range(0, 10**9, 40))  # 40 s a look: waits between tries are over at once
+    clock = lambda: float(next(looks))  # noqa: E731
+    driver = Driver(RunConfig(**run), store, todo, lambda: pool, clock=clock, refresh_s=1e-9)
     return driver, driver.run()
 
 

@@ -75,7 +75,7 @@ def server(s3_server) -> Server:
 
 @pytest.fixture(scope="module")
 def cluster(server, tmp_path_factory) -> Iterator[Cluster]:
-    """One head for all jobs of this file; the credentials stand in the jobs' runtime environment and nowhere else."""
+    """One head for all jobs of this file; the credentials are in the jobs' runtime environment and nowhere else."""
     folder = tmp_path_factory.mktemp("elsewhere")
     clean = {k: v for k, v in environment().items() if not k.startswith("AWS_") and k != "PYTHONPATH"}
     clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
@@ -85,7 +85,7 @@ def cluster(server, tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def job(server, job_file, tmp_path, monkeypatch) -> Job:
-    """A job of 120 documents in about 18 shards, on a bucket of its own that this process may read."""
+    """A job of 120 documents in about 18 shards, on a bucket that this process may read."""
     for name, value in server.env().items():
         monkeypatch.setenv(name, value)
     cache = f"{server.new_bucket()}/cache"
@@ -129,7 +129,7 @@ def test_submit_interrupt_stop_budget_and_resume(cluster, job):
     assert "exit code 1" in said
     assert "the budget of 0.003 GPU-hours is spent" in said
     committed = {o.path for o in store.list("commits/")}
-    assert half < len(committed), "what was in work when the budget was spent was not finished"
+    assert half < len(committed), "what was in progress when the budget was spent was not finished"
     assert not [o for kind in ("manifests/", "quarantine/", "leases/") for o in store.list(kind)]
 
     rich = cluster.job(

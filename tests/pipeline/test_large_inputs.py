@@ -16,13 +16,14 @@ import zstandard
 
 import pipeline.corpus.readers as readers
 import pipeline.planning.dedup
-import pipeline.planning.plan
+import pipeline.planning.ranges
 import teachercache
 from pipeline.config import CorpusConfig, load_job, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.inputs import fingerprint
 from pipeline.corpus.readers import OPEN_END, read_documents
-from pipeline.planning.plan import make_plan, sample_density
+from pipeline.planning.plan import make_plan
+from pipeline.planning.sample import shape_of, take_sample
 from pipeline.running.job import run_job
 from teachercache.errors import UsageError
 from tests.pipeline.conftest import documents, write_jsonl
@@ -42,7 +43,7 @@ def compressed(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_large_compressed_files_are_cut_and_give_each_document_once(job_file, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
     path = job_file(tmp_path / "cache", [compressed(tmp_path, kind)], run={"shard_bytes": 4000})
     job = load_job(path)
     shards = make_plan(job, Encoder(job, job.teacher.model), "0" * 64).plan.shards
@@ -57,7 +58,7 @@ def test_large_compressed_files_are_cut_and_give_each_document_once(job_file, tm
 
 @pytest.mark.parametrize("kind", ["gz", "parquet"])
 def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
     docs = [{"id": f"d{i}", "text": f"text {i % 150} " * 5} for i in range(200)]
     path = tmp_path / f"a.{'jsonl.gz' if kind == 'gz' else kind}"
     if kind == "gz":
@@ -77,7 +78,7 @@ def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, mon
 
 
 def test_a_cut_has_few_enough_ranges_to_be_worth_decompressing_up_to_each(job_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
     job = load_job(job_file(tmp_path / "cache", [compressed(tmp_path, "gz")], run={"shard_bytes": 1}))
     assert len(make_plan(job, Encoder(job, job.teacher.model), "0" * 64).plan.shards) <= 65
 
@@ -93,7 +94,7 @@ def test_zstd_files_packed_with_a_long_window_are_read(tmp_path):
 
 
 def test_a_shard_and_a_plan_read_little_more_than_they_need_from_a_store(job_file, tmp_path, s3_url, monkeypatch):
-    """s3fs reads 50 MiB ahead unless told: six times a shard, a thousand times a sample."""
+    """s3fs reads 50 MiB ahead by default: six times a shard, a thousand times a sample."""
     import s3fs
 
     fetched: list[int] = []
@@ -153,7 +154,8 @@ def test_documents_longer_than_the_sample_are_counted_over_their_whole_length(tm
         }
     )
     path = write_jsonl(tmp_path / "a.jsonl", [{"ids": [7] * 200_000}] * 3)
-    found = sample_density(fingerprint(str(path)), job.corpora[0], job, Encoder(job, tokenizer_folder))
+    file = fingerprint(str(path))
+    found = take_sample(file, shape_of(file, job.corpora[0]), job.corpora[0], job, Encoder(job, tokenizer_folder))
     assert found.units == path.stat().st_size // 3
     assert found.tokens / found.units < 1.0
 
@@ -178,7 +180,7 @@ def put(url: str, data: bytes) -> str:
 def test_every_form_of_input_is_read_from_a_store(job_file, tmp_path, s3_url, monkeypatch, split):
     """Plain, gz and zst lines, text and Parquet with list columns; whole and cut."""
     if split:
-        monkeypatch.setattr(pipeline.planning.plan, "CUT_COMPRESSED_ABOVE", 0)
+        monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
     docs = documents(120)
     plain = ["".join(json.dumps(d) + "\n" for d in docs[i : i + 20]).encode() for i in range(0, 60, 20)]
     table = pa.table({"id": [d["id"] for d in docs[60:]], "ids": [list(d["text"].encode()) for d in docs[60:]]})

@@ -141,7 +141,7 @@ def test_sampling_takes_the_same_documents_each_time(job_file, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", documents(200, 40))
     seen = []
     for name in ("one", "two"):
-        job = job_file(tmp_path / name, [path], recipe={"filters": {"sample": 0.3}})
+        job = job_file(tmp_path / name, [path], corpus={"sample": 0.3})
         assert pipeline("run", job).returncode == 0
         seen.append(sorted(r.doc_id for r in teachercache.open(str(tmp_path / name)).records()))
     assert seen[0] == seen[1]

@@ -16,12 +16,13 @@ import pytest
 from pipeline.config import load_job, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.readers import read_documents
-from pipeline.planning.plan import make_plan, recipe_digest
+from pipeline.planning.plan import make_plan
+from pipeline.planning.recipe import recipe_digest
 from pipeline.running.job import prepare, run_job
 from teachercache.errors import UsageError
 from tests.pipeline.conftest import ROOT, command, documents, environment, make_tokenizer, pipeline, write_jsonl
 
-PINNED = "ee24fe0f71d88fda884f79ec9bf4532c35a41a3f27f36b3c30d3b3aaabb2c06a"
+PINNED = "f6d22ddb812da956ea2844559f410f4b1c6e004c3e74eb1772d0cbe350894594"
 
 # A child begins with the memory of whoever forks it as its peak, and pytest may be large: so a small parent forks the planner.
 MEASURED = """
@@ -49,9 +50,7 @@ def test_adding_a_file_adds_shards_and_changes_none(job_file, tmp_path):
 
 def test_actors_and_machines_change_nothing(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(50))])
-    plans = [
-        plan_of(job, o) for o in ("run.actors=1", "run.actors=64", "run.executor=ray", "teacher.max_inflight_tokens=9")
-    ]
+    plans = [plan_of(job, o) for o in ("run.actors=1", "run.actors=64", "run.executor=ray", "teacher.threads=3")]
     assert len({p.digest for p in plans}) == 1
 
 
@@ -60,7 +59,7 @@ def test_actors_and_machines_change_nothing(job_file, tmp_path):
     [
         "recipe.eos=false",
         "recipe.windows.size=100",
-        "recipe.filters.sample=0.5",
+        "corpora.0.sample=0.5",
         "corpora.0.split=other",
         "recipe.chat.rows=masked",
         "corpora.0.fields.id=",
@@ -80,7 +79,7 @@ def recipe_job(**parts):
 
 def test_the_digest_of_a_recipe_survives_versions_that_add_options():
     """Pinned: another value here means that every cache of every job is made again; see RECIPE_VERSION."""
-    job = recipe_job(recipe={"eos": False, "filters": {"min_chars": 10}})
+    job = recipe_job(recipe={"eos": False, "filters": {"min_tokens": 10}})
     assert recipe_digest(job, job.corpora[0], "{{ messages }}") == PINNED
 
 
@@ -222,10 +221,10 @@ def test_a_second_recipe_for_an_input_of_one_source_is_refused_before_anything_i
     job = job_file(tmp_path / "cache", [path])
     run_job(load_job(job))
     before = sorted((tmp_path / "cache").rglob("*"))
-    with pytest.raises(UsageError, match=r"under another recipe \(recipe.windows.size was 511, is 64\)"):
+    with pytest.raises(UsageError, match=r"with another recipe \(recipe.windows.size was 511, is 64\)"):
         run_job(load_job(job, ["recipe.windows.size=64"]))
     assert sorted((tmp_path / "cache").rglob("*")) == before
-    # in a source or a split of its own it is wanted twice
+    # in another source or split it is wanted twice
     assert run_job(load_job(job, ["recipe.windows.size=64", "corpora.0.source=short"])).manifest is not None
     held = load_job(job, ["corpora.0.split=validation", "run.allow_repeated_content=true"])
     assert run_job(held).manifest is not None

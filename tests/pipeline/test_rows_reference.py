@@ -127,7 +127,7 @@ def test_last_row_is_there_and_right(scored):
 
 
 def test_fast_path_agrees_with_the_public_path(scored):
-    from pipeline.teachers.canary import largest_drift
+    from tests.pipeline.drift import largest_drift
 
     _, active, public, _, _ = scored
     assert max(largest_drift(a, b) for a, b in zip(active, public, strict=True)) <= 1e-3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.config import WindowsConfig, parse_job
 from pipeline.corpus.documents import Document, Dropped
 from pipeline.corpus.encode import Encoder, Tokens
-from pipeline.corpus.windows import resolved, spans
+from pipeline.corpus.windows import context_of, spans
 
 
 @settings(max_examples=300, deadline=None)
@@ -37,18 +37,18 @@ def test_rows_of_all_windows_are_every_position_once(length, size, min_context, 
     assert rows == list(range(length))
 
 
-def test_stride_and_min_context_must_fit():
+def test_size_and_min_context_must_fit():
     with pytest.raises(ValueError, match="min_context"):
-        WindowsConfig(size=100, stride=90, min_context=20)
-    assert resolved(WindowsConfig(stride=50), 100) == (50, 25)
-    with pytest.raises(ValueError, match="less than"):
-        resolved(WindowsConfig(stride=90, min_context=20), 100)
+        WindowsConfig(size=100, min_context=100)
+    assert context_of(WindowsConfig(), 100) == 25
+    assert context_of(WindowsConfig(min_context=60), 100) == 60
+    with pytest.raises(ValueError, match="leave no room"):
+        context_of(WindowsConfig(min_context=200), 100)
 
 
-@pytest.mark.parametrize(("side", "expected"), [("right", (0, 10)), ("left", (40, 50))])
-def test_truncation_keeps_the_stated_end(side, expected):
-    (span,) = spans(50, 10, WindowsConfig(policy="truncate", truncate_side=side), 0)
-    assert (span.start, span.stop) == expected
+def test_truncation_keeps_the_beginning():
+    (span,) = spans(50, 10, WindowsConfig(policy="truncate"), 0)
+    assert (span.start, span.stop) == (0, 10)
 
 
 def test_skip_drops_the_document():

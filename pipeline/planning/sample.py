@@ -1,0 +1,221 @@
+"""What the beginning of an input file says about the whole: its shape, a sample, and the estimate for the preview."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pipeline.config import CorpusConfig, JobConfig
+from pipeline.corpus.documents import Document, Dropped, extract
+from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
+from pipeline.corpus.inputs import InputFile, open_binary
+from pipeline.corpus.readers import (
+    ZSTD_WINDOW,
+    Unit,
+    file_format,
+    parquet_shape,
+    read_documents,
+    unit_of,
+    wanted_columns,
+)
+from teachercache.errors import StoreUnavailable, UsageError
+
+SAMPLE_BYTES = 32 << 10
+SAMPLE_ROWS = 64  # of a Parquet file
+SAMPLE_READ_AHEAD = 256 << 10
+MISSING_FIELD = "missing_field"  # as documents.py drops it
+ENOUGH_TO_JUDGE = 8  # documents of a sample that, all unfit for the job, mean that the job file is wrong
+
+
+@dataclass(frozen=True, slots=True)
+class InputShape:
+    """What a file's name and footer say: how it is cut and how much there is.
+
+    total: bytes of the file, or rows that are wanted. bytes_per_unit: 1, or uncompressed bytes a row.
+    """
+
+    kind: str
+    compression: str
+    unit: Unit
+    total: int
+    bytes_per_unit: float = 1.0
+
+
+@dataclass(slots=True)
+class Sample:
+    """Counts over the beginning of a file; `units` are the bytes of text or rows that were looked at."""
+
+    documents: int = 0
+    tokens: int = 0
+    rows: int = 0
+    units: int = 0
+    drops: Counter[str] = field(default_factory=Counter)
+    fields: set[str] = field(default_factory=set)  # names that documents without a wanted field do have
+
+    @property
+    def tokens_per_unit(self) -> float:
+        """Return tokens a byte of text, or a row."""
+        return self.tokens / self.units if self.units else 0.0
+
+
+@dataclass(slots=True)
+class SourceEstimate:
+    """One line of the plan's preview; every number but files, bytes and shards is an estimate from samples."""
+
+    source: str
+    files: int = 0
+    bytes: int = 0
+    shards: int = 0
+    documents: float = 0.0
+    tokens: float = 0.0
+    rows: float = 0.0
+    drops: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: SourceEstimate) -> None:
+        """Add the counts of another file."""
+        for name in ("files", "bytes", "shards", "documents", "tokens", "rows"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.drops.update(other.drops)
+
+
+def shape_of(file: InputFile, corpus: CorpusConfig) -> InputShape:
+    """Return a file's shape. Raises UsageError for a Parquet file that is unreadable or lacks a wanted column."""
+    unit = unit_of(file.url, corpus)
+    kind, compression = file_format(file.url, corpus)
+    if unit != "rows":
+        return InputShape(kind, compression, unit, file.size)
+    try:
+        rows, plain, columns = parquet_shape(file.url)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file.url}: not a readable Parquet file: {str(error).splitlines()[0]}") from error
+    missing = [c for c in wanted_columns(corpus) if c not in columns]
+    if missing:
+        raise UsageError(f"{file.url}: expected columns {missing}, found {columns}; check `fields` and `meta`")
+    total = min(rows, corpus.limit_documents or rows)
+    return InputShape(kind, compression, unit, total, max(1.0, plain / max(rows, 1)))
+
+
+def take_sample(file: InputFile, shape: InputShape, corpus: CorpusConfig, job: JobConfig, encoder: Encoder) -> Sample:
+    """Read the beginning of a file as a shard would, and count."""
+    sample = Sample()
+    documents, last = _read(file, shape, corpus, job, sample)
+    whole = [len(document.text) for document in documents]
+    for document in documents:
+        document.text = document.text[: 4 * SAMPLE_BYTES]
+    longest = 0
+    for document, tokens, chars in zip(documents, encoder.tokens(documents), whole, strict=True):
+        scale = chars / len(document.text) if document.text else 1.0
+        try:
+            if isinstance(tokens, Dropped):
+                raise tokens
+            sample.documents += 1
+            longest = max(longest, round(len(document.text.encode()) * scale))
+            if job.recipe.mode == "generate":  # what the teacher will write is not known; it is counted at its longest
+                most = job.recipe.generate.max_tokens
+                count = min(len(tokens.ids) + int(tokens.bos) + most, job.window_size)
+                sample.tokens += count
+                sample.rows += most if job.recipe.chat.rows == "masked" else count
+                continue
+            for window in encoder.windows(document, tokens):
+                sample.tokens += round(len(window.input_ids) * scale)
+                sample.rows += round(len(window.row_pos) * scale)
+        except Dropped as drop:
+            sample.drops[drop.reason] += 1
+    if shape.unit == "rows":
+        sample.units = max(min(shape.total, SAMPLE_ROWS), 1)
+    elif corpus.text_unit == "file" and shape.kind == "text":
+        sample.units = max(longest, 1)
+    else:
+        sample.units = max(last, longest, 1)
+    return sample
+
+
+def _read(
+    file: InputFile, shape: InputShape, corpus: CorpusConfig, job: JobConfig, sample: Sample
+) -> tuple[list[Document], int]:
+    """Return the sampled documents and the end of the last one; count in `sample` what is dropped."""
+    documents, last = [], 0
+    limit = min(shape.total, SAMPLE_ROWS) if shape.unit == "rows" else SAMPLE_BYTES
+    try:
+        for raw in read_documents(file.url, corpus, 0, limit, shape.unit, SAMPLE_READ_AHEAD):
+            if shape.unit == "file" and raw.ordinal > limit:
+                break
+            last = raw.end
+            try:
+                documents.append(extract(raw, corpus, job.recipe.filters, file.digest))
+            except Dropped as drop:
+                sample.drops[drop.reason] += 1
+                if drop.reason == MISSING_FIELD:
+                    sample.fields.update(raw.value or {})
+    except (StoreUnavailable, UsageError):
+        raise
+    except Exception as error:  # damaged input is reported by its shard, with the file and the last good document
+        sample.drops[f"unreadable ({type(error).__name__})"] += 1
+    return documents, last
+
+
+def check_sample(file: InputFile, corpus: CorpusConfig, sample: Sample, *, whole: bool) -> str | None:
+    """Return a warning where nothing of a sample can be used. Raises UsageError where the job file must be wrong."""
+    lost = Counter({k: n for k, n in sample.drops.items() if k != "sampled_out"})
+    if sample.documents or not lost:
+        return None
+    enough = whole or lost.total() >= ENOUGH_TO_JUDGE
+    if lost.keys() == {MISSING_FIELD} and enough:
+        named = corpus.fields.model_dump(exclude_none=True) or {"text": corpus.fields.text_column}
+        missing = {key: name for key, name in named.items() if name not in sample.fields}
+        raise UsageError(
+            f"{file.url}: all {lost.total()} documents of a sample lack a field that source {corpus.source!r} names: "
+            f"expected {missing or named}, found {sorted(sample.fields)}; correct `fields`"
+        )
+    if lost.keys() == {ENDS_WITH_ASSISTANT} and enough:
+        raise UsageError(
+            f"{file.url}: recipe.mode generate answers the last turn of a conversation, but all {lost.total()} of a "
+            f"sample of source {corpus.source!r} end with the assistant's answer; leave that turn out, or score it as "
+            "it is with recipe.mode=score"
+        )
+    return f"{file.url}: nothing of the sample can be used: {', '.join(f'{k} {n}' for k, n in lost.items())}"
+
+
+def text_units(file: InputFile, shape: InputShape, corpus: CorpusConfig, sample: Sample) -> float:
+    """Return the estimated length of what is read of a file: bytes of text, or rows."""
+    if shape.unit != "file":
+        return shape.total
+    units = shape.total * _inflation(file, shape.compression)
+    if corpus.limit_documents is None or not sample.units:
+        return units
+    in_file = (sample.documents + sample.drops.total()) / sample.units * units
+    return units * min(1.0, corpus.limit_documents / max(in_file, 1.0))
+
+
+def _inflation(file: InputFile, compression: str) -> float:
+    """Return bytes of text per byte of file, from the beginning of the file."""
+    if compression == "none" or not file.size:
+        return 1.0
+    with open_binary(file.url, SAMPLE_READ_AHEAD) as handle:
+        head = handle.read(SAMPLE_READ_AHEAD)
+    try:
+        if compression == "gzip":
+            plain = len(zlib.decompressobj(31).decompress(head))
+        else:
+            import zstandard
+
+            plain = len(zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj().decompress(head))
+    except Exception:  # a damaged file is reported by its shard; here 4 is a fair guess
+        return 4.0
+    return max(1.0, plain / len(head))
+
+
+def estimate(file: InputFile, shape: InputShape, corpus: CorpusConfig, sample: Sample, units: float) -> SourceEstimate:
+    """Scale a sample to the `units` of the whole file."""
+    scale = units / sample.units if sample.units else 0.0
+    one_document = shape.kind == "text" and corpus.text_unit == "file"
+    return SourceEstimate(
+        corpus.source,
+        files=1,
+        bytes=file.size,
+        documents=float(sample.documents) if one_document else sample.documents * scale,
+        tokens=sample.tokens * scale,
+        rows=sample.rows * scale,
+        drops=Counter({reason: round(count * scale) or 1 for reason, count in sample.drops.items()}),
+    )

@@ -1,0 +1,69 @@
+"""The job file: every key is documented, and one that does not exist is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from pipeline.config import JobConfig, parse_job
+from teachercache.configfile import ANY_ENTRY, describe
+from teachercache.errors import UsageError
+from tests.pipeline.conftest import ROOT, environment, pipeline
+
+KEYS = {key.key: key for key in describe(JobConfig)}
+# options of earlier versions: constants now, or filters that a corpus is given before
+GONE = (
+    *("teacher.cpus_per_actor", "teacher.worker_top_k", "teacher.canary_reference_parameters"),
+    *("teacher.max_inflight_tokens", "recipe.windows.stride", "recipe.windows.truncate_side"),
+    *("recipe.filters.min_chars", "recipe.filters.max_chars", "recipe.filters.sample", "recipe.filters.sample_seed"),
+    *("recipe.filters.blank", "recipe.filters.invalid_utf8", "recipe.filters.control_characters"),
+    *("run.min_actors", "run.publish", "run.lease_s", "run.refresh_s"),
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_documented(key):
+    assert KEYS[key].description
+    assert not KEYS[key].description.endswith("."), (
+        "a description is a phrase: a page and a YAML comment put it in place"
+    )
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_an_option_that_is_gone_is_an_unknown_key(key):
+    section, *rest = key.split(".")
+    tree: dict = {"cache": "c", "teacher": {"model": "m"}, "corpora": [{"files": ["x"]}]}
+    node = tree.setdefault(section, {})
+    for part in rest[:-1]:
+        node = node.setdefault(part, {})
+    node[rest[-1]] = 1
+    with pytest.raises(UsageError, match=f"unknown key {key} in job; did you mean"):
+        parse_job(tree)
+
+
+def test_the_command_prints_every_key():
+    result = pipeline("config")
+    assert result.returncode == 0, result.stderr
+    tree = yaml.safe_load(result.stdout)
+
+    def keys(node, prefix=""):
+        for name, value in node.items():
+            yield prefix + name
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                yield from keys(value[0], f"{prefix}{name}.{ANY_ENTRY}.")
+            elif isinstance(value, dict):
+                yield from keys(value, f"{prefix}{name}.")
+
+    assert set(keys(tree)) == set(KEYS)
+
+
+def test_help_needs_no_heavy_package():
+    heavy = ("ray", "vllm", "torch", "transformers", "triton")
+    code = f"import sys, pipeline.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment(), check=True
+    )
+    assert done.stdout.strip() == "[]"
