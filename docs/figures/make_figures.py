@@ -22,15 +22,33 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "benchmarks/results"
 
 LIGHT = {
-    "bg": "#ffffff", "card": "#f6f8fa", "line": "#d0d7de", "ink": "#1f2328", "muted": "#59636e", "blue": "#0969da",
-    "green": "#1a7f37", "orange": "#bc4c00", "grey": "#afb8c1", "bluet": "#ddf4ff", "greent": "#dafbe1",
+    "bg": "#ffffff",
+    "card": "#f6f8fa",
+    "line": "#d0d7de",
+    "ink": "#1f2328",
+    "muted": "#59636e",
+    "blue": "#0969da",
+    "green": "#1a7f37",
+    "orange": "#bc4c00",
+    "grey": "#afb8c1",
+    "bluet": "#ddf4ff",
+    "greent": "#dafbe1",
     "oranget": "#fff1e5",
-}  # fmt: skip
+}
 DARK = {
-    "bg": "#0d1117", "card": "#161b22", "line": "#3d444d", "ink": "#e6edf3", "muted": "#9198a1", "blue": "#58a6ff",
-    "green": "#3fb950", "orange": "#f0883e", "grey": "#6e7681", "bluet": "#12263f", "greent": "#12261e",
+    "bg": "#0d1117",
+    "card": "#161b22",
+    "line": "#3d444d",
+    "ink": "#e6edf3",
+    "muted": "#9198a1",
+    "blue": "#58a6ff",
+    "green": "#3fb950",
+    "orange": "#f0883e",
+    "grey": "#6e7681",
+    "bluet": "#12263f",
+    "greent": "#12261e",
     "oranget": "#2d1c0d",
-}  # fmt: skip
+}
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, 'Liberation Mono', monospace"
 
@@ -60,9 +78,17 @@ class Figure:
         self.parts.append(f'<rect {at} fill="var(--{fill})" stroke="var(--{line})"/>')
 
     def text(
-        self, x: float, y: float, text: str, *, size: int = 13, fill: str = "ink", anchor: str = "start",
-        bold: bool = False, mono: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: int = 13,
+        fill: str = "ink",
+        anchor: str = "start",
+        bold: bool = False,
+        mono: bool = False,
+    ) -> None:
         """Write one line; y is its baseline."""
         more = ' font-weight="600"' if bold else ""
         more += ' class="m"' if mono else ""
@@ -71,9 +97,18 @@ class Figure:
         self.parts.append(f"<text {at}{more}>{escape(text)}</text>")
 
     def card(
-        self, x: float, y: float, w: float, h: float, title: str, lines: Sequence[str] = (), *, fill: str = "card",
-        line: str = "line", mono: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        title: str,
+        lines: Sequence[str] = (),
+        *,
+        fill: str = "card",
+        line: str = "line",
+        mono: bool = False,
+    ) -> None:
         """Draw a box with a bold title and smaller lines below it, centred."""
         self.box(x, y, w, h, fill=fill, line=line)
         top = y + h / 2 + 5 - 8.5 * len(lines)
@@ -81,8 +116,15 @@ class Figure:
         for index, text in enumerate(lines):
             self.text(x + w / 2, top + 17 * (index + 1), text, size=11, fill="muted", anchor="middle", mono=mono)
 
-    def path(self, points: Sequence[tuple[float, float]], *, line: str = "muted", arrow: bool = True, dash: bool = False,
-             width: float = 1.5) -> None:  # fmt: skip
+    def path(
+        self,
+        points: Sequence[tuple[float, float]],
+        *,
+        line: str = "muted",
+        arrow: bool = True,
+        dash: bool = False,
+        width: float = 1.5,
+    ) -> None:
         """Draw a line through the points, with an arrow head at its end."""
         at = "M" + " L".join(f"{number(x)} {number(y)}" for x, y in points)
         more = f' marker-end="url(#{line})"' if arrow else ""
@@ -122,9 +164,22 @@ class Figure:
         )
 
 
+def open_bytes_per_row(name: str) -> float:
+    """Return bytes a row of codec `open` in a result of benchmarks/encodings.py."""
+    return load(name)["real"]["variants"]["open (as shipped)"]["bytes_per_row"]
+
+
+def whole_logits() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the run that measured the four loss methods side by side, and its results by method."""
+    run = next(run for run in load("loss_h200.json")["runs"] if "whole_logits" in run)
+    return run, {result["method"]: result for result in run["whole_logits"]}
+
+
 def overview() -> Figure:
     """Return the picture of the README: cache once, many students."""
     rate = load("teacher_rows_h200.json")["pipeline"]["tokens_per_s"]
+    sizes = [open_bytes_per_row(name) for name in ("encodings.json", "encodings_gemma3_270m.json")]
+    memory = {method: result["extra_gib"] for method, result in whole_logits()[1].items()}
     figure = Figure(860, 236, "A teacher runs once and fills a cache; many students train from the cache")
     figure.text(120, 30, "once", size=12, fill="muted", anchor="middle")
     figure.card(
@@ -135,18 +190,29 @@ def overview() -> Figure:
     figure.path([(222, 110), (296, 110)], line="orange")
     figure.text(430, 30, "kept", size=12, fill="muted", anchor="middle")
     figure.card(
-        300, 44, 260, 132, "Cache", ["top-100 log-probabilities of every token", "plain Parquet on S3, immutable",
-        "readable by DuckDB, pandas, Spark"], fill="bluet", line="blue",
-    )  # fmt: skip
-    figure.text(430, 200, "274 to 294 bytes a token", size=12, anchor="middle")
-    figure.text(430, 218, "0.3 TB for a billion tokens", size=11, fill="muted", anchor="middle")
+        300,
+        44,
+        260,
+        132,
+        "Cache",
+        [
+            "top-100 log-probabilities of every token",
+            "plain Parquet on S3, immutable",
+            "readable by DuckDB, pandas, Spark",
+        ],
+        fill="bluet",
+        line="blue",
+    )
+    figure.text(430, 200, f"{min(sizes):.0f} to {max(sizes):.0f} bytes a token", size=12, anchor="middle")
+    figure.text(430, 218, f"{sum(sizes) / 2e3:.1f} TB for a billion tokens", size=11, fill="muted", anchor="middle")
     figure.text(750, 30, "as often as you like", size=12, fill="muted", anchor="middle")
     for index, name in enumerate(("Student A", "Student B", "Student C, next month")):
         y = 44 + 46 * index
         figure.card(660, y, 180, 40, name, fill="greent", line="green")
         figure.path([(562, 110), (612, 110), (612, y + 20), (656, y + 20)], line="green")
     figure.text(750, 200, "one GPU each, no teacher", size=12, anchor="middle")
-    figure.text(750, 218, "loss: 2.4 GiB where dense takes 101.8", size=11, fill="muted", anchor="middle")
+    text = f"loss: {memory['fused']:.1f} GiB where dense takes {memory['dense']:.1f}"
+    figure.text(750, 218, text, size=11, fill="muted", anchor="middle")
     return figure
 
 
@@ -156,16 +222,43 @@ def architecture() -> Figure:
         960, 484, "The way of the data: corpus, plan, actors, cache, stream, packed batches, loss, checkpoint"
     )
     lanes = (
-        ("pipeline/", "cache team: a Ray cluster with GPUs", "orange", "oranget", (
-            ("corpus/", "files → documents → token ids"), ("planning/", "cut files into shards"),
-            ("running/", "dispatch, retry, resume"), ("teachers/", "token ids → top-K rows"))),
-        ("teachercache/", "the contract: one bucket, no server", "blue", "bluet", (
-            ("write/", "attempt: build, upload, commit"), ("the bucket", "data, commits, manifests"),
-            ("read/", "pin a manifest, stream"), ("views/, upkeep/", "show, report, verify, gc"))),
-        ("trainer/", "student team: one GPU and a URL", "green", "greent", (
-            ("data/", "pack whole documents"), ("model/", "hidden states"), ("losses/", "fused sparse KL"),
-            ("fit, checkpoint", "exact resume, HF folder"))),
-    )  # fmt: skip
+        (
+            "pipeline/",
+            "cache team: a Ray cluster with GPUs",
+            "orange",
+            "oranget",
+            (
+                ("corpus/", "files → documents → token ids"),
+                ("planning/", "cut files into shards"),
+                ("running/", "dispatch, retry, resume"),
+                ("teachers/", "token ids → top-K rows"),
+            ),
+        ),
+        (
+            "teachercache/",
+            "the contract: one bucket, no server",
+            "blue",
+            "bluet",
+            (
+                ("write/", "attempt: build, upload, commit"),
+                ("the bucket", "data, commits, manifests"),
+                ("read/", "pin a manifest, stream"),
+                ("views/, upkeep/", "show, report, verify, gc"),
+            ),
+        ),
+        (
+            "trainer/",
+            "student team: one GPU and a URL",
+            "green",
+            "greent",
+            (
+                ("data/", "pack whole documents"),
+                ("model/", "hidden states"),
+                ("losses/", "fused sparse KL"),
+                ("fit, checkpoint", "exact resume, HF folder"),
+            ),
+        ),
+    )
     for row, (name, who, line, fill, cards) in enumerate(lanes):
         y = 12 + 168 * row
         figure.box(10, y, 940, 124, fill=fill, line=line, r=8)
@@ -245,9 +338,13 @@ def attempt() -> Figure:
         for index, text in enumerate(lines):
             figure.text(x, 168 + 16 * index, text, size=11, fill="muted", anchor="middle")
     figure.text(
-        20, 232, "Losing is no error. Until the commit object exists, readers see no change; an upload older than half "
-        "the grace period is refused.", size=11, fill="muted",
-    )  # fmt: skip
+        20,
+        232,
+        "Losing is no error. Until the commit object exists, readers see no change; an upload older than half "
+        "the grace period is refused.",
+        size=11,
+        fill="muted",
+    )
     return figure
 
 
@@ -261,9 +358,8 @@ LOSS_NAMES = (
 
 def loss_methods() -> Figure:
     """Return memory and time of four loss methods as bars."""
-    run = next(run for run in load("loss_h200.json")["runs"] if "whole_logits" in run)
-    by_method = {result["method"]: result for result in run["whole_logits"]}
-    figure = Figure(860, 244, "Fused loss: 2.4 GiB instead of 101.8, 121 ms instead of 449")
+    run, by_method = whole_logits()
+    figure = Figure(860, 244, "Memory and time of four loss methods")
     figure.text(20, 28, "The fused loss never holds the logits", bold=True, size=15)
     panels = ((190, "extra_gib", "extra memory, GiB", "{:.1f}"), (560, "time_ms", "forward + backward, ms", "{:.0f}"))
     for x, field, label, pattern in panels:
@@ -277,9 +373,12 @@ def loss_methods() -> Figure:
             figure.box(x, y, width, 24, fill=colour, line=colour, r=2)
             figure.text(x + width + 6, y + 17, pattern.format(value), size=12, bold=colour == "blue")
     figure.text(
-        20, 230, "32,768 rows, d = 3,072, V = 128,256, K = 100, bf16; gradients included. One H200, "
-        f"{run['machine']['date']}.", size=11, fill="muted",
-    )  # fmt: skip
+        20,
+        230,
+        f"32,768 rows, d = 3,072, V = 128,256, K = 100, bf16; gradients included. One H200, {run['machine']['date']}.",
+        size=11,
+        fill="muted",
+    )
     return figure
 
 
@@ -297,7 +396,11 @@ def loss_rows() -> Figure:
         points[method][int(rows)] = gib
     figure = Figure(860, 396, "Extra memory of the loss against rows")
     figure.text(
-        20, 28, "A million rows fit in 8.2 GiB: only the gradient of the hidden states grows", bold=True, size=15
+        20,
+        28,
+        f"A million rows fit in {max(points['fused'].values()):.1f} GiB: only the gradient of the hidden states grows",
+        bold=True,
+        size=15,
     )
     left, right, top, bottom = 70.0, 660.0, 60.0, 320.0
     ticks_x, ticks_y = (4_096, 32_768, 262_144, 1_048_576), (1, 3, 10, 30, 100)
@@ -366,6 +469,7 @@ def parity() -> Figure:
     report = load("parity_h200.json")
     results = {result["run"]: result["heldout_kl_full_vocabulary"] for result in report["results"]}
     live = results["online"]
+    cut = results["fused/bucket"] / live - 1
     rows = (
         ("online/seed1", "live teacher, documents in another order", "grey"),
         ("online/bucket", "live teacher, its top 100 and the tail", "grey"),
@@ -378,7 +482,11 @@ def parity() -> Figure:
     )
     figure = Figure(860, 372, "Held-out KL over the live teacher's student: the cache costs nothing, truncation does")
     figure.text(
-        20, 28, "Reading rows from a cache costs nothing; cutting them to 100 entries costs 5.7 %", bold=True, size=15
+        20,
+        28,
+        f"Reading rows from a cache costs nothing; cutting them to 100 entries costs {cut:.1%}",
+        bold=True,
+        size=15,
     )
     label = f"held-out full-vocabulary KL above that of the live teacher's student ({live:.3f} nats)"
     figure.text(300, 54, label, size=12, fill="muted")
