@@ -29,10 +29,11 @@ import pyarrow.parquet as pq
 import teachercache
 from teachercache.format.record import Record, check_record
 from teachercache.parquet.codecs import Block, get_codec
-from teachercache.parquet.open import _LEAF, OpenCodec
+from teachercache.parquet.columns import LEAF
+from teachercache.parquet.open import OpenCodec
 
-IDS = f"topk_ids.{_LEAF}.{_LEAF}"
-LOGPROBS = f"topk_logprobs.{_LEAF}.{_LEAF}"
+IDS = f"topk_ids.{LEAF}.{LEAF}"
+LOGPROBS = f"topk_logprobs.{LEAF}.{LEAF}"
 LARGE_VOCAB = 262_144
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from teachercache import configfile
-from teachercache.format.record import NAME
+from teachercache.format.layout import NAME
 
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
 

@@ -251,8 +251,7 @@ def verify(
     url: Url,
     manifest: ManifestNumber = None,
     sample: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Share of the files to read; others: presence, size."),
+        float, typer.Option(min=0.0, max=1.0, help="Share of the files to read; others: presence, size.")
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="Files read at the same time.")] = 4,
     json_: Json = False,

@@ -132,7 +132,7 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
-    """The configuration sections that a field may hold: itself, one of a union, or the entries of a list."""
+    """Yield the configuration sections that a field may hold: itself, one of a union, or the entries of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
     in_list = getattr(annotation, "__origin__", None) is list

@@ -1,4 +1,4 @@
-"""Is this machine fit?  Python, packages, disk, shared memory, GPU, and the store's conditions and credentials.
+"""doctor: is this machine fit? Python, packages, disk, shared memory, GPU, and the store's conditions and credentials.
 
     teachercache doctor s3://bucket/prefix
 
@@ -44,7 +44,7 @@ class Finding:
 
 
 def examine(url: str | None = None, *, write: bool = True) -> list[Finding]:
-    """All checks of this module; `write` false leaves the probe of the store's conditions out."""
+    """Run all checks of this module; `write` false leaves the probe of the store's conditions out."""
     found = [check_python(), *check_packages(), check_scratch(), check_shared_memory(), check_gpu()]
     if url is not None:
         found += check_store(url, write=write)
@@ -52,6 +52,7 @@ def examine(url: str | None = None, *, write: bool = True) -> list[Finding]:
 
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
+    """Check the interpreter's version."""
     shown = ".".join(map(str, version))
     if version < (3, 11):
         return Finding("python", FAIL, shown, "expected 3.11 or newer: make the environment with another interpreter")
@@ -59,6 +60,7 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Find
 
 
 def check_packages() -> list[Finding]:
+    """Check the packages without which no cache can be read."""
     findings = []
     for name, least in NEEDED.items():
         try:
@@ -75,7 +77,7 @@ def check_packages() -> list[Finding]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2025.3.2.post1 → (2025, 3, 2)."""
+    """Return the leading numbers of a version: 2025.3.2.post1 → (2025, 3, 2)."""
     numbers = []
     for part in version.split("."):
         if not part.isdigit():
@@ -85,20 +87,20 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_scratch() -> Finding:
-    """Files are built and verified locally before they are uploaded whole."""
+    """Check the scratch disk: files are built and verified locally before they are uploaded whole."""
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     shown = f"{free / GIB:.1f} GiB free in {folder}"
     if free < SCRATCH_FAIL:
-        return Finding(
-            "scratch disk", FAIL, shown, "expected 2 GiB at least: free some, or point TMPDIR at a larger disk"
-        )
+        do = "expected 2 GiB at least: free some, or point TMPDIR at a larger disk"
+        return Finding("scratch disk", FAIL, shown, do)
     if free < SCRATCH_WARN:
         return Finding("scratch disk", WARN, shown, "20 GiB are comfortable for large shards: TMPDIR chooses the disk")
     return Finding("scratch disk", OK, shown)
 
 
 def check_shared_memory(path: str = "/dev/shm") -> Finding:
+    """Check the room of Ray's object store."""
     if not os.path.isdir(path):
         return Finding("shared memory", WARN, f"no {path}", "Ray's object store falls back to /tmp, which is slow")
     free = shutil.disk_usage(path).free
@@ -109,7 +111,7 @@ def check_shared_memory(path: str = "/dev/shm") -> Finding:
 
 
 def check_gpu() -> Finding:
-    """What the driver says, without loading CUDA into this process."""
+    """Check what the NVIDIA driver says, without loading CUDA into this process."""
     if not shutil.which("nvidia-smi"):
         do = "fine for reading, for `make demo` and for tests; real teachers and students need one"
         return Finding("gpu", WARN, "no nvidia-smi", do)
@@ -117,19 +119,17 @@ def check_gpu() -> Finding:
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=GPU_SECONDS)
     except subprocess.TimeoutExpired:
-        return Finding(
-            "gpu", FAIL, f"nvidia-smi does not answer within {GPU_SECONDS:g} s", "mend the NVIDIA driver, or reboot"
-        )
+        found = f"nvidia-smi does not answer within {GPU_SECONDS:g} s"
+        return Finding("gpu", FAIL, found, "repair the NVIDIA driver, or reboot")
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode or not lines:
-        return Finding(
-            "gpu", FAIL, (done.stderr or done.stdout).strip()[:200] or "none listed", "mend the NVIDIA driver"
-        )
+        said = (done.stderr or done.stdout).strip()[:200]
+        return Finding("gpu", FAIL, said or "none listed", "repair the NVIDIA driver")
     return Finding("gpu", OK, f"{len(lines)} × {lines[0]}")
 
 
 def check_store(url: str, *, write: bool = True) -> list[Finding]:
-    """Reading, then writing under the condition that everything rests on."""
+    """Check reading, then writing under the condition that everything rests on."""
     try:
         store = Store.open(url)
         store.list(layout.MANIFESTS)
@@ -141,18 +141,16 @@ def check_store(url: str, *, write: bool = True) -> list[Finding]:
     try:
         store.probe()
     except StoreDenied as error:
-        do = "enough for students; who makes caches needs deploy/storage/iam/writer.json"
+        do = "enough for students; a cache team needs deploy/storage/iam/writer.json"
         return [*findings, Finding("store: writing", WARN, str(error), do)]
     except TeacherCacheError as error:
         return [*findings, _store_failure("store: conditional writes", error)]
-    return [
-        *findings,
-        Finding("store: conditional writes", OK, "a second create was refused, alone and in a race of eight"),
-    ]
+    found = "a second create was refused, alone and in a race of eight"
+    return [*findings, Finding("store: conditional writes", OK, found)]
 
 
 def _store_failure(check: str, error: TeacherCacheError) -> Finding:
-    """The error's own sentence already says what to do; the code leads to its incident page."""
+    """Make a finding of an error, whose sentence says what to do; the code leads to its incident page."""
     do = f"docs/OPERATIONS.md, {error.code}"
     if isinstance(error, StoreDenied):
         do = f"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role; {do}"
@@ -162,7 +160,7 @@ def _store_failure(check: str, error: TeacherCacheError) -> Finding:
 
 
 def _credentials(url: str) -> str:
-    """Where the keys come from; never the keys."""
+    """Return where the keys come from; never the keys."""
     if not url.startswith(("s3://", "s3a://")):
         return "no credentials needed"
     if os.environ.get("AWS_ACCESS_KEY_ID"):
@@ -175,16 +173,18 @@ def _credentials(url: str) -> str:
 
 
 def verdict(findings: Iterable[Finding]) -> int:
-    """Exit status: 1 where something will not work."""
+    """Return the exit status: 1 where something will not work."""
     return int(any(finding.status == FAIL for finding in findings))
 
 
 def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
+    """Return the findings as `--json` prints them."""
     findings = list(findings)
     return {"ok": verdict(findings) == 0, "findings": [asdict(finding) for finding in findings]}
 
 
 def print_findings(findings: Iterable[Finding], console: Console) -> None:
+    """Print the findings as a table, and one line that sums them up."""
     table = Table("", "check", "found", "do", show_lines=False)
     mark = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[red]fail[/]"}
     findings = list(findings)

@@ -1,4 +1,4 @@
-"""Digests of a teacher's files: weights, configuration, tokenizer, chat template.
+"""Digest a teacher's files: weights, configuration, tokenizer, chat template.
 
 They must not move when nothing that matters moves (padding settings, the library version that wrote a file), and must
 move with a single byte of anything that matters.
@@ -18,7 +18,7 @@ from teachercache.format.spec import TokenizerSpec, json_digest
 from teachercache.store.store import sha256_file
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "consolidated*.pth")
-# Written by whoever saved the folder; no effect on a log-probability. dtype stands in the spec by itself.
+# Written by whoever saved the folder; no effect on a log-probability. dtype has its field in the spec.
 VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "_commit_hash", "use_cache")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,8 +40,11 @@ PROBES = (
 
 
 def fingerprint_weights(folder: Path | str) -> str:
-    """sha256 over (name, sha256) of every weight file. A file that is a link into a Hugging Face cache, whose blobs
-    are named by their own sha256, is not read again; any other is read once (about 1 GB/s)."""
+    """Return the sha256 over (name, sha256) of every weight file.
+
+    A link into a Hugging Face cache, whose blobs are named by their sha256, is not read; any other file is read once
+    (about 1.5 GB/s). Raises UsageError where there are no weights.
+    """
     folder = Path(folder)
     files = [folder] if folder.is_file() else sorted({p for pattern in WEIGHT_PATTERNS for p in folder.glob(pattern)})
     if not files:
@@ -57,13 +60,13 @@ def _file_digest(path: Path) -> str:
 
 
 def fingerprint_config(folder: Path | str) -> str:
-    """sha256 of config.json without the fields that say who saved it."""
+    """Return the sha256 of config.json without the fields that say who saved it."""
     config = _read_json(Path(folder), "config.json")
     return json_digest({key: value for key, value in config.items() if key not in VOLATILE_CONFIG})
 
 
 def fingerprint_tokenizer(folder: Path | str) -> TokenizerSpec:
-    """TokenizerSpec of a folder with tokenizer.json (or of that file).
+    """Return the TokenizerSpec of a folder with tokenizer.json (or of that file).
 
     The digest covers tokenizer.json in canonical form, padding and truncation left out, and the ids of a dozen probe
     texts, so that two files that say the same in another order have one digest.
@@ -103,7 +106,7 @@ def fingerprint_tokenizer(folder: Path | str) -> TokenizerSpec:
 
 def _chat_template_digest(folder: Path, config: dict[str, Any]) -> str | None:
     template: Any = config.get("chat_template")
-    if (folder / "chat_template.jinja").is_file():  # newer transformers keep it beside, and prefer it
+    if (folder / "chat_template.jinja").is_file():  # newer transformers write a file, and prefer it
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     elif (folder / "chat_template.json").is_file():
         template = _read_json(folder, "chat_template.json").get("chat_template")

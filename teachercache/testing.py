@@ -1,4 +1,4 @@
-"""Records that look like a teacher's, for tests and benchmarks: valid in every invariant, made at millions of rows a minute."""
+"""Make records that look like a teacher's, for tests and benchmarks: valid in every invariant, millions of rows a minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from teachercache.format.spec import CacheSpec, TeacherSpec, TokenizerSpec
 def synthetic_spec(
     *, vocab_size: int = 1000, top_k: int = 8, name: str = "synthetic", engine: str = "synthetic"
 ) -> CacheSpec:
-    """A spec whose digests are hashes of `name`; nothing stands behind them."""
+    """Return a spec whose digests are hashes of `name`, of no real files."""
 
     def digest(what: str) -> str:
         return hashlib.sha256(f"{name}/{what}".encode()).hexdigest()
@@ -37,7 +37,7 @@ def synthetic_record(
     split: str = "train",
     source: str = "default",
 ) -> Record:
-    """One valid record of `length` tokens (default: 1 to 60), every position with a row."""
+    """Return one valid record of `length` tokens (default: 1 to 60), every position with a row."""
     n = int(rng.integers(1, 61)) if length is None else length
     k, vocab = spec.top_k, spec.tokenizer.vocab_size
     if k > vocab:
@@ -71,6 +71,6 @@ def synthetic_record(
 def synthetic_records(
     spec: CacheSpec, count: int, *, seed: int = 0, prefix: str = "doc", **options: object
 ) -> list[Record]:
-    """`count` records with ids prefix-00000 and up; the same seed gives the same records."""
+    """Return `count` records with ids prefix-00000 and up; the same seed gives the same records."""
     rng = np.random.default_rng(seed)
     return [synthetic_record(rng, spec, f"{prefix}-{i:05d}", **options) for i in range(count)]  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from teachercache.errors import UnsafeManifest, UsageError
-from teachercache.format.record import NAME
 
+NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?")  # split and source, which paths hold
 SPEC = "spec.json"
 COMMITS = "commits/"
 MANIFESTS = "manifests/"
@@ -30,6 +30,8 @@ _MANIFEST_PATH = re.compile(r"manifests/(\d{8})\.json")
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
+    """The parts of a data file's name; `str` joins them."""
+
     codec: str
     split: str
     source: str
@@ -41,7 +43,7 @@ class DataPath:
 
 
 def parse_data_path(path: str) -> DataPath:
-    """The parts of a data file's name; anything else (absolute, `..`, another bucket) raises UnsafeManifest."""
+    """Return the parts of a data file's name; anything else (absolute, `..`, another bucket) raises UnsafeManifest."""
     match = _DATA_PATH.fullmatch(path)
     if match is None:
         shown = path if len(path) <= 120 else path[:117] + "..."
@@ -53,37 +55,43 @@ def parse_data_path(path: str) -> DataPath:
 
 
 def is_data_path(path: str) -> bool:
-    """Whether a name below data/ is a data file's; others (a _SUCCESS, a .DS_Store) are not ours to judge."""
+    """Return whether a name below data/ is a data file's; others (a _SUCCESS, a .DS_Store) are not ours to judge."""
     return _DATA_PATH.fullmatch(path) is not None
 
 
 def check_shard_id(shard_id: str) -> str:
+    """Return the id, or raise UsageError where it cannot be part of a name."""
     if SHARD_ID.fullmatch(shard_id) is None:
         raise UsageError(f"shard id {shard_id!r} must match {SHARD_ID.pattern}")
     return shard_id
 
 
 def commit_path(shard_id: str) -> str:
+    """Return the name of a shard's commit."""
     return f"{COMMITS}{check_shard_id(shard_id)}.json"
 
 
 def plan_path(digest: str) -> str:
+    """Return the name of a plan."""
     return f"{PLANS}{digest}.json"
 
 
 def manifest_path(number: int) -> str:
+    """Return the name of a manifest."""
     return f"{MANIFESTS}{number:08d}.json"
 
 
 def manifest_number(path: str) -> int | None:
-    """The number in a manifest's name, or None for a name that is not a manifest's."""
+    """Return the number in a manifest's name, or None for a name that is not a manifest's."""
     match = _MANIFEST_PATH.fullmatch(path)
     return int(match[1]) if match else None
 
 
 def quarantine_path(shard_id: str, attempt: str) -> str:
+    """Return the name of a shard's quarantine by one attempt."""
     return f"{QUARANTINE}{check_shard_id(shard_id)}/{attempt}.json"
 
 
 def tokenizer_path(digest: str, name: str) -> str:
+    """Return the name of one of the tokenizer's files."""
     return f"{TOKENIZER}{digest}/{name}"

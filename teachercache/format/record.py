@@ -1,4 +1,4 @@
-"""A record: one document, or one window of a long document, with the teacher's rows. And its invariants.
+"""Record: one document, or one window of a long document, with the teacher's rows; and its invariants.
 
 Shapes: n tokens, r rows (usually r = n), K = top_k. A row at position p is the teacher's distribution of token p+1
 given tokens <= p, at temperature 1, over the full vocabulary.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teachercache.errors import InvalidRecord
+from teachercache.format.layout import NAME
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -24,7 +24,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 TAIL_FLOOR = math.log(2.0**-23)  # below float32's resolution of 1, a tail mass is indistinguishable from none
 MASS_SLACK = 1e-3  # sum of the K probabilities may exceed 1 by this much: float16 rounding and nothing else
-NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?")  # split and source: they stand in object names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -54,7 +53,7 @@ class Record:
         )
 
     def same_as(self, other: Record) -> bool:
-        """Whether both hold equal values in every field (NaN equals NaN)."""
+        """Return whether both hold equal values in every field (NaN equals NaN)."""
         for name in self.__slots__:
             ours, theirs = getattr(self, name), getattr(other, name)
             if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
@@ -69,7 +68,7 @@ class Record:
 
 
 def content_key(spec_digest: str, input_ids: Int32Array, row_pos: Int32Array) -> bytes:
-    """16 bytes; the same key means the same rows up to the teacher's own noise."""
+    """Return 16 bytes; the same key means the same rows up to the teacher's noise."""
     digest = hashlib.blake2b(digest_size=16, key=spec_digest.encode()[:64])
     digest.update(len(input_ids).to_bytes(8, "little"))
     digest.update(np.ascontiguousarray(input_ids, dtype="<i4").tobytes())
@@ -78,7 +77,7 @@ def content_key(spec_digest: str, input_ids: Int32Array, row_pos: Int32Array) ->
 
 
 def tail_from_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32Array:
-    """[r, K] float32 or float64 log-probabilities before rounding -> [r] float32 log of the mass outside the K."""
+    """Return float32 [r], the log of the mass outside the K, of log-probabilities [r, K] before rounding."""
     mass = np.exp(topk_logprobs.astype(np.float64)).sum(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         tail = np.log1p(-np.minimum(mass, 1.0))
@@ -86,7 +85,7 @@ def tail_from_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32A
 
 
 def round_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32Array:
-    """[r, K] -> float32 [r, K] that hold float16 values: nearest, or downward where nearest would add mass.
+    """Round [r, K] to float16 values held in float32: to the nearest, or downward where the nearest would add mass.
 
     Near -4.6 the half spacing of float16 is 0.002, so a flat row whose K hold all the mass can round up to
     sum p = 1.002, which the invariant forbids. Such a row (sum beyond 1 + 5e-4) is rounded down instead. Both
@@ -103,7 +102,7 @@ def round_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32Array
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold a string. JSON lets a lone surrogate through (\\ud800), Parquet and hashes do not."""
+    """Return whether UTF-8 can hold a string. JSON lets a lone surrogate through (\\ud800), Parquet and hashes do not."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 
@@ -125,11 +124,8 @@ def check_record(record: Record, *, vocab_size: int, top_k: int) -> None:
 
     ids, pos = np.asarray(record.input_ids), np.asarray(record.row_pos)
     topk_ids, logprobs = np.asarray(record.topk_ids), np.asarray(record.topk_logprobs)
-    tail, target, mask = (
-        np.asarray(record.tail_logprob),
-        np.asarray(record.target_logprob),
-        np.asarray(record.loss_mask),
-    )
+    tail, target = np.asarray(record.tail_logprob), np.asarray(record.target_logprob)
+    mask = np.asarray(record.loss_mask)
     n, r = len(ids), len(pos)
     require(ids.ndim == 1 and n > 0, "empty", "input_ids must hold at least one token")
     require(pos.ndim == 1 and r > 0, "empty", "row_pos must hold at least one position")

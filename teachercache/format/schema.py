@@ -1,4 +1,4 @@
-"""JSON Schemas of the sealed objects, in teachercache/schemas/; `python -m teachercache.format.schema` writes them."""
+"""Write the JSON Schemas of the sealed objects to teachercache/schemas/: `python -m teachercache.format.schema`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS: dict[str, type[BaseModel]] = {
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """JSON Schema (2020-12) of an object as it lies in the store: with every key present, and its seal."""
+    """Return the JSON Schema (2020-12) of an object as it lies in the store: with every key present, and its seal."""
     schema = MODELS[name].model_json_schema(mode="serialization")
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = f"teachercache {name}, format 1"
@@ -33,10 +33,12 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def text_of(name: str) -> str:
+    """Return the schema as its file has it."""
     return json.dumps(schema_of(name), indent=2, sort_keys=True) + "\n"
 
 
 def main() -> None:
+    """Write every schema."""
     FOLDER.mkdir(exist_ok=True)
     for name in MODELS:
         (FOLDER / f"{name}.schema.json").write_text(text_of(name), encoding="utf-8")

@@ -9,12 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from teachercache.errors import (
-    CorruptFile,
-    UnsafeManifest,
-    UnsupportedFormat,
-    UsageError,
-)
+from teachercache.errors import CorruptFile, UnsafeManifest, UnsupportedFormat, UsageError
 from teachercache.format.spec import FORMAT_VERSION, canonical_json
 
 M = TypeVar("M", bound=BaseModel)

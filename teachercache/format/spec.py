@@ -1,7 +1,7 @@
-"""Identity: who the teacher is. Two caches are the same cache exactly when their specs are equal.
+"""CacheSpec: who the teacher is. Two caches are the same cache exactly when their specs are equal.
 
 `spec.json` is this model as JSON. What may change without changing a row (engine version, batch settings, hardware)
-is provenance and stands in each commit instead.
+is provenance and belongs to each commit instead.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ HexDigest = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte string of a JSON value: sorted keys, no blanks, UTF-8, NaN refused. Digests are taken of this."""
+    """Return the one byte string of a JSON value: sorted keys, no blanks, UTF-8, NaN refused. Digests are taken of it."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def json_digest(value: Any) -> str:
-    """sha256 hex of `canonical_json`."""
+    """Return the sha256 hex of `canonical_json`."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 class Strict(BaseModel):
-    """Frozen, and an unknown key is an error."""
+    """A frozen model; an unknown key is an error."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,7 +62,7 @@ class TokenizerSpec(Strict):
 
 
 class CacheSpec(Strict):
-    """`spec.json`."""
+    """`spec.json`: the identity of a cache."""
 
     format_version: Literal[1] = 1
     teacher: TeacherSpec
@@ -71,18 +71,14 @@ class CacheSpec(Strict):
 
     @property
     def digest(self) -> str:
-        """sha256 hex of the canonical JSON; every commit and manifest carries it."""
+        """Return the sha256 hex of the canonical JSON; every commit and manifest carries it."""
         return json_digest(self.model_dump(mode="json"))
 
     def differences(self, other: CacheSpec) -> list[tuple[str, Any, Any]]:
-        """(dotted field, ours, theirs) of every leaf in which the two specs differ."""
+        """Return (dotted field, ours, theirs) of every leaf in which the two specs differ."""
         ours, theirs = _leaves(self.model_dump(mode="json")), _leaves(other.model_dump(mode="json"))
-        absent = None
-        return [
-            (name, ours.get(name, absent), theirs.get(name, absent))
-            for name in sorted(ours.keys() | theirs.keys())
-            if ours.get(name, absent) != theirs.get(name, absent)
-        ]
+        pairs = ((name, ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys()))
+        return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

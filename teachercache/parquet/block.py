@@ -1,4 +1,4 @@
-"""Block: many records as flat arrays and offsets. What codecs encode, decoders return and the stream cuts up.
+"""Block: many records as flat arrays and offsets. Codecs encode it, decoders return it, the stream cuts it up.
 
 A Python object per (token, k) is what made earlier caches slow; here a record is a handful of slices.
 """
@@ -12,12 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teachercache.format.record import (
-    BoolArray,
-    Float32Array,
-    Int32Array,
-    Record,
-)
+from teachercache.format.record import BoolArray, Float32Array, Int32Array, Record
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -49,7 +44,7 @@ class Block:
 
     @classmethod
     def from_records(cls, records: Sequence[Record]) -> Block:
-        """All of one (split, source); copies the arrays once."""
+        """Join records of one (split, source); copies the arrays once."""
         first = records[0]
         if any((r.split, r.source) != (first.split, first.source) for r in records):
             raise ValueError("a block holds records of one split and one source")
@@ -75,7 +70,7 @@ class Block:
         )
 
     def record(self, i: int) -> Record:
-        """Record i as views into the block; columns that were not read are None."""
+        """Return record i as views into the block; columns that were not read are None."""
         tokens = slice(None) if self.token_offsets is None else slice(self.token_offsets[i], self.token_offsets[i + 1])
         rows = slice(None) if self.row_offsets is None else slice(self.row_offsets[i], self.row_offsets[i + 1])
 

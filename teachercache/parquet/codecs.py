@@ -1,4 +1,4 @@
-"""Codecs: how a block of records becomes Parquet and comes back. Chosen per file, named in its path and manifest."""
+"""Codecs: how a block of records becomes Parquet and comes back. Chosen for each file, named in its path and manifest."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ class Codec(Protocol):
     name: str
 
     def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
-        """A table of one row a record. `meta_types` fixes the corpus's columns over all row groups of a file."""
+        """Make a table of one row a record. `meta_types` fixes the corpus's columns over all row groups of a file."""
         ...
 
     def decode(self, table: pa.Table) -> Block:
-        """The Block of a table that may lack columns: those come back as None."""
+        """Return the Block of a table that may lack columns: those come back as None."""
         ...
 
-    def physical_columns(self, names: set[str]) -> list[str] | None:
-        """The stored columns that the given Record fields need; None = all."""
+    def physical_columns(self, names: set[str]) -> list[str]:
+        """Return the stored columns that the given Record fields need."""
         ...
 
     def writer_options(self, schema: pa.Schema) -> dict[str, Any]:
-        """Arguments for pyarrow.parquet.ParquetWriter."""
+        """Return arguments for pyarrow.parquet.ParquetWriter."""
         ...
 
     def opening_metadata(self) -> dict[str, str]:
-        """Footer entries that a decoder needs; known after the first encode."""
+        """Return footer entries that a decoder needs; known after the first encode."""
         ...
 
     def closing_metadata(self) -> dict[str, str]:
-        """Footer entries that are known when the file ends."""
+        """Return footer entries that are known when the file ends."""
         ...
 
 
 def get_codec(name: str, top_k: int, vocab_size: int) -> Codec:
-    """The codec called `name`; UnsupportedFormat where this version does not have it."""
+    """Return the codec called `name`; UnsupportedFormat where this version does not have it."""
     if name == "open":
         return OpenCodec(top_k)
     if name == "compact":

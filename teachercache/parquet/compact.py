@@ -1,7 +1,7 @@
 """The compact layout: about two thirds of the open one's bytes, lossy within a bound that is checked row by row.
 
 Ids lose their order and get it back: a row is stored sorted by id, as differences, after the vocabulary was renumbered
-by frequency (so that differences are small); beside each id stands the *level* of its log-probability. Sorting by
+by frequency (so that differences are small); with each id goes the *level* of its log-probability. Sorting by
 level restores the row's order. Levels are the points of a fixed grid in log-probability, finest at probability 1:
 
     grid_j[0] = 0,   grid_j[i+1] = grid_j[i] + min(BASE * exp(grid_j[i] / 2), CAP) / 2**j      log p = -grid_j[level]
@@ -11,7 +11,7 @@ error would exceed MAX_L1 takes the next finer grid j. Rounding errors are carri
 one, within one level, so that the mass of the K stays what it was. The tail is stored exactly.
 
 Bound: sum |p - p'| over the K entries and the tail <= 0.01 for every row, or encoding raises. The largest error of a file
-stands in its footer as teachercache.compact.max_l1. Entries whose levels are equal come back ordered by frequency.
+is in its footer as teachercache.compact.max_l1. Entries whose levels are equal come back ordered by frequency.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import pyarrow as pa
 from teachercache.errors import CorruptFile, InvalidRecord
 from teachercache.format.record import MASS_SLACK, Float32Array, Int32Array
 from teachercache.parquet.block import Block
-from teachercache.parquet.open import (
-    _LEAF,
-    ENCODINGS,
+from teachercache.parquet.columns import (
+    COMMON_ENCODINGS,
+    LEAF,
     common_columns,
     decode_block,
     list_parts,
@@ -42,7 +42,7 @@ from teachercache.parquet.open import (
     row_columns,
     writer_options,
 )
-from teachercache.parquet.open import column as table_column
+from teachercache.parquet.columns import column as table_column
 
 MAX_L1 = 0.01
 BASE, CAP = 0.004, 0.25
@@ -52,14 +52,14 @@ FREQUENT = 8192  # ids that are renumbered; the others keep their order behind t
 ORDER_KEY = b"teachercache.compact.frequent_ids"
 L1_KEY = b"teachercache.compact.max_l1"
 
-COMPACT_ENCODINGS = {path: how for path, how in ENCODINGS.items() if not path.startswith("topk_")} | {
-    f"topk_id_delta.{_LEAF}.{_LEAF}": "BYTE_STREAM_SPLIT",
-    f"topk_level.{_LEAF}.{_LEAF}": "BYTE_STREAM_SPLIT",
+ENCODINGS = COMMON_ENCODINGS | {
+    f"topk_id_delta.{LEAF}.{LEAF}": "BYTE_STREAM_SPLIT",
+    f"topk_level.{LEAF}.{LEAF}": "BYTE_STREAM_SPLIT",
 }
 
 
 class CompactCodec:
-    """See the module. One object encodes one file: the renumbering comes from its first block."""
+    """Encode and decode the compact layout. One object encodes one file: its first block decides the renumbering."""
 
     name = "compact"
 
@@ -72,6 +72,7 @@ class CompactCodec:
         self._decoded: tuple[bytes, Int32Array] | None = None
 
     def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
+        """Make a table of one row a record; InvalidRecord where a row cannot be kept within MAX_L1."""
         assert block.topk_ids is not None
         assert block.topk_logprobs is not None
         assert block.row_offsets is not None
@@ -100,6 +101,7 @@ class CompactCodec:
         )
 
     def decode(self, table: pa.Table) -> Block:
+        """Return the Block of a table; columns that it lacks come back as None."""
         delta, level = (self._flat(table, name) for name in ("topk_id_delta", "topk_level"))
         topk_ids = topk_logprobs = None
         if delta is not None and level is not None:
@@ -107,21 +109,25 @@ class CompactCodec:
             topk_ids, topk_logprobs = self._restore(delta, level, scale, self._order_of(table))
         return decode_block(table, topk_ids=topk_ids, topk_logprobs=topk_logprobs, row_list="topk_level")
 
-    def physical_columns(self, names: set[str]) -> list[str] | None:
+    def physical_columns(self, names: set[str]) -> list[str]:
+        """Return the stored columns that the given Record fields need."""
         stored = names - {"split", "source", "meta", "topk_ids", "topk_logprobs"}
         if names & {"topk_ids", "topk_logprobs"}:  # each needs the other: the order comes from the levels
             stored |= {"topk_id_delta", "topk_level", "topk_scale"}
         return sorted(stored)
 
     def writer_options(self, schema: pa.Schema) -> dict[str, Any]:
-        return writer_options(schema, COMPACT_ENCODINGS)
+        """Return arguments for pyarrow.parquet.ParquetWriter."""
+        return writer_options(schema, ENCODINGS)
 
     def opening_metadata(self) -> dict[str, str]:
+        """Return the renumbering, as the footer keeps it; known after the first block."""
         assert self._frequent is not None
         packed = zlib.compress(self._frequent.astype("<i4").tobytes(), 9)
         return {ORDER_KEY.decode(): base64.b64encode(packed).decode()}
 
     def closing_metadata(self) -> dict[str, str]:
+        """Return the largest L1 error of the file, as the footer keeps it."""
         return {L1_KEY.decode(): f"{self.max_l1:.6f}"}
 
     def _flat(self, table: pa.Table, name: str) -> Int32Array | None:
@@ -131,7 +137,7 @@ class CompactCodec:
     def _restore(
         self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array
     ) -> tuple[Int32Array, Float32Array]:
-        """[R, K] differences and levels -> ids and log-probabilities by descending log-probability.
+        """Return ids and log-probabilities [R, K] by descending log-probability, of differences and levels [R, K].
 
         Level and number are packed into one integer, so that a single vectorised sort does the work.
         """
@@ -156,7 +162,7 @@ class CompactCodec:
         return ids, logprobs
 
     def _order_of(self, table: pa.Table) -> Int32Array:
-        """number -> id of the file that a table came from."""
+        """Return number -> id of the file that a table came from."""
         stored = (table.schema.metadata or {}).get(ORDER_KEY)
         if stored is None:
             if self._frequent is None:
@@ -174,14 +180,14 @@ class CompactCodec:
 
 
 def frequent_ids(topk_ids: Int32Array, vocab_size: int) -> Int32Array:
-    """The most frequent ids of a block, most frequent first; at most FREQUENT."""
+    """Return the most frequent ids of a block, most frequent first; at most FREQUENT."""
     counts = np.bincount(topk_ids.reshape(-1), minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")[:FREQUENT]
     return order[counts[order] > 0].astype(np.int32)
 
 
 def numbering(frequent: Int32Array, vocab_size: int) -> Int32Array:
-    """number -> id: the frequent ids first, then all others in their own order."""
+    """Return number -> id: the frequent ids first, then all others in their order."""
     if frequent.size and (
         frequent.min() < 0 or frequent.max() >= vocab_size or len(np.unique(frequent)) != len(frequent)
     ):
@@ -193,7 +199,7 @@ def numbering(frequent: Int32Array, vocab_size: int) -> Int32Array:
 
 @functools.cache
 def _grids() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-    """(points of the finest grid, for its length; [SCALES, levels] all grids, padded by their last point)."""
+    """Return the points of the finest grid, for its length, and all grids [SCALES, levels], padded by their last point."""
     grids = []
     for j in range(SCALES):
         points = [0.0]
@@ -205,28 +211,29 @@ def _grids() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
     return grids[-1], table
 
 
-def _grid(j: int) -> npt.NDArray[np.float64]:
+def grid(j: int) -> npt.NDArray[np.float64]:
+    """Return the points of grid j, as -log p, ascending."""
     table = _grids()[1][j].astype(np.float64)
     return table[: int(np.argmax(table)) + 1]
 
 
 def quantise(topk_logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-    """[R, K] -> levels [R, K], grid of each row [R], L1 error of each row [R].
+    """Return levels [R, K], the grid of each row [R] and its L1 error [R], of log-probabilities [R, K].
 
     A row that was read from a compact file keeps its levels: a second rounding would add another MAX_L1. What the first
-    one moved is not known any more, so the bound stands in for its error.
+    one moved is not known any more, so the bound takes the place of its error.
     """
     level = np.zeros(topk_logprobs.shape, dtype=np.int32)
     scale = np.zeros(len(topk_logprobs), dtype=np.uint8)
     error = np.full(len(topk_logprobs), np.inf)
     for j in range(SCALES):
         rows = np.flatnonzero(np.isinf(error))
-        rows = rows[_on_grid(_grid(j), topk_logprobs[rows, :4])]  # most rows of a teacher end here
-        rows = rows[_on_grid(_grid(j), topk_logprobs[rows])]
-        level[rows], scale[rows], error[rows] = _nearest(_grid(j), topk_logprobs[rows]), j, MAX_L1
+        rows = rows[_on_grid(grid(j), topk_logprobs[rows, :4])]  # most rows of a teacher end here
+        rows = rows[_on_grid(grid(j), topk_logprobs[rows])]
+        level[rows], scale[rows], error[rows] = _nearest(grid(j), topk_logprobs[rows]), j, MAX_L1
     rows = np.flatnonzero(np.isinf(error))
     for j in range(SCALES):
-        level[rows], error[rows] = _quantise_on(_grid(j), topk_logprobs[rows])
+        level[rows], error[rows] = _quantise_on(grid(j), topk_logprobs[rows])
         scale[rows] = j
         rows = rows[error[rows] > MAX_L1]
         if not rows.size:
@@ -239,13 +246,13 @@ def _nearest(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> Int32Arra
 
 
 def _on_grid(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> npt.NDArray[np.bool_]:
-    """[R, k] -> [R]: rows whose every entry is a point, or a point that the open codec rounded to float16."""
+    """Return [R]: rows whose every entry is a point, or a point that the open codec rounded to float16."""
     point = (-grid).astype(np.float32)[_nearest(grid, logprobs)]
     return np.all((logprobs == point) | (logprobs == point.astype(np.float16)), axis=1)
 
 
 def _quantise_on(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.float64]]:
-    """Nearest points, each moved by at most one level so that the errors of a row cancel."""
+    """Return the nearest points, each moved by at most one level so that the errors of a row cancel."""
     middle = (grid[1:] + grid[:-1]) / 2
     probability = np.exp(logprobs.astype(np.float64))
     point = np.exp(-grid)
@@ -256,8 +263,7 @@ def _quantise_on(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> tuple
         moved = np.searchsorted(middle, -np.log(wanted))
         level[:, k] = np.clip(moved, level[:, k] - 1, level[:, k] + 1)
         carry = probability[:, k] + carry - point[level[:, k]]
-    heavy = np.flatnonzero(
-        point[level].sum(1) > 1 + MASS_SLACK / 2
-    )  # a nearly certain token has nobody to hand its error to
+    # The error of a nearly certain token has no smaller entry to go to.
+    heavy = np.flatnonzero(point[level].sum(1) > 1 + MASS_SLACK / 2)
     level[heavy, 0] += 1
     return level, np.abs(point[level] - probability).sum(1)

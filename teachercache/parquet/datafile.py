@@ -10,25 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from teachercache.errors import (
-    CorruptFile,
-    InvalidRecord,
-    MissingObject,
-    UnsafeManifest,
-    UsageError,
-)
+from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, UnsafeManifest, UsageError
 from teachercache.format import layout
 from teachercache.format.objects import FileEntry
 from teachercache.format.record import Record, check_record
 from teachercache.format.spec import CacheSpec
 from teachercache.parquet.codecs import Block, get_codec
-from teachercache.parquet.open import (
-    META_PREFIX,
-    column,
-    meta_array,
-    meta_kind,
-    meta_type,
-)
+from teachercache.parquet.columns import META_PREFIX, column, meta_array, meta_kind, meta_type
 from teachercache.store.store import Store, sha256_file
 
 ROWS_PER_GROUP = 16_384  # about 4.5 MB: one range request, small enough to shuffle, large enough to compress
@@ -39,10 +27,14 @@ RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
 
 
 class FileBuilder:
-    """Writes the records of one (split, source) of one shard attempt to a local Parquet file."""
+    """Write the records of one (split, source) of one shard attempt to a local Parquet file."""
 
-    def __init__(self, folder: Path, where: layout.DataPath, spec: CacheSpec) -> None:
+    def __init__(
+        self, folder: Path, where: layout.DataPath, spec: CacheSpec, *, rows_per_group: int = ROWS_PER_GROUP
+    ) -> None:
+        """Begin the file of a name in the cache, below a local folder."""
         self.where = where
+        self._rows_per_group = rows_per_group
         self.local = folder / str(where).replace("/", "__")
         self._spec, self._digest = spec, spec.digest
         self._codec = get_codec(where.codec, spec.top_k, spec.tokenizer.vocab_size)
@@ -68,7 +60,7 @@ class FileBuilder:
         name = (record.doc_id, record.window)
         if name in self._windows:
             raise InvalidRecord(
-                "duplicate", "the document and window stand in this shard already", doc_id=name[0], window=name[1]
+                "duplicate", "the document and window are in this shard already", doc_id=name[0], window=name[1]
             )
         self._windows.add(name)
         self._documents.add(record.doc_id)
@@ -82,7 +74,7 @@ class FileBuilder:
         self._records += 1
         self._tokens += len(record.input_ids)
         self._rows += len(record.row_pos)
-        if self._pending_rows >= ROWS_PER_GROUP or self._pending_bytes >= GROUP_BYTES:
+        if self._pending_rows >= self._rows_per_group or self._pending_bytes >= GROUP_BYTES:
             self._flush()
 
     def close(self) -> FileEntry:
@@ -100,6 +92,7 @@ class FileBuilder:
         )  # fmt: skip
 
     def abandon(self) -> None:
+        """Remove the local file."""
         if self._writer is not None:
             self._writer.close()
         self.local.unlink(missing_ok=True)
@@ -109,10 +102,7 @@ class FileBuilder:
             return
         types = {name: meta_type(kinds) for name, kinds in self._meta_kinds.items()}
         table = self._codec.encode(Block.from_records(self._pending), types)
-        if (self._writer is not None and self._writer.schema.names != table.schema.names) or (
-            self._writer is not None
-            and any(self._writer.schema.field(META_PREFIX + name).type != kind for name, kind in types.items())
-        ):
+        if self._writer is not None and not self._writer.schema.remove_metadata().equals(table.schema):
             self._widen(types)
         if self._writer is None:
             self._writer = self._open(self.local, table.schema)
@@ -132,7 +122,7 @@ class FileBuilder:
         return pq.ParquetWriter(path, schema.with_metadata(named), **self._codec.writer_options(schema))
 
     def _widen(self, types: dict[str, pa.DataType]) -> None:
-        """A later record brought a new meta column or another type: rewrite what is written so far. Rare."""
+        """Rewrite what is written so far, since a record brought a new meta column or another type. Rare."""
         assert self._writer is not None
         self._writer.close()
         old = self.local.with_suffix(".old")
@@ -178,7 +168,10 @@ class DataFile:
         footer: pq.FileMetaData | None = None,
         local: pa.NativeFile | None = None,
     ) -> None:
-        """`footer` saves reading it again; `local` is a verified copy that is read instead of the object."""
+        """Open a file. `footer` saves reading it again; `local` is a verified copy, read instead of the object.
+
+        Raises MissingObject, CorruptFile, UnsafeManifest.
+        """
         self.entry = entry
         self._codec = get_codec(entry.codec, spec.top_k, spec.tokenizer.vocab_size)
         try:
@@ -195,11 +188,8 @@ class DataFile:
 
     def _check_footer(self, spec: CacheSpec) -> None:
         entry, footer = self.entry, self._file.metadata
-        named = {
-            k.decode(): v.decode(errors="replace")
-            for k, v in (footer.metadata or {}).items()
-            if k.startswith(b"teacher")
-        }
+        stored = (footer.metadata or {}).items()
+        named = {k.decode(): v.decode(errors="replace") for k, v in stored if k.startswith(b"teacher")}
         for name, expected in (("spec_digest", spec.digest), ("codec", entry.codec)):
             if named.get(f"teachercache.{name}") != expected:
                 raise CorruptFile(
@@ -224,19 +214,21 @@ class DataFile:
 
     @property
     def num_groups(self) -> int:
+        """Return the number of row groups."""
         return self._file.num_row_groups
 
     @property
     def footer(self) -> pq.FileMetaData:
+        """Return the Parquet footer."""
         return self._file.metadata
 
     def meta_types(self) -> dict[str, pa.DataType]:
-        """Name -> type of each column of the corpus."""
+        """Return name -> type of each column of the corpus."""
         fields = (field for field in self._file.schema_arrow if field.name.startswith(META_PREFIX))
         return {field.name.removeprefix(META_PREFIX): field.type for field in fields}
 
     def read_group(self, i: int, columns: set[str] | None = None) -> Block:
-        """One row group as a Block; `columns` are Record fields, None = all. Raises CorruptFile."""
+        """Read one row group; `columns` are Record fields, None = all. Raises CorruptFile."""
         try:
             table = self._file.read_row_group(i, columns=self._physical(columns), use_threads=False)
             block = self._codec.decode(table)
@@ -247,10 +239,12 @@ class DataFile:
         return dataclasses.replace(block, split=self.entry.split, source=self.entry.source)
 
     def blocks(self, columns: set[str] | None = None) -> Iterator[Block]:
+        """Yield every row group; see `read_group`."""
         for i in range(self.num_groups):
             yield self.read_group(i, columns)
 
     def close(self) -> None:
+        """Close the file; blocks that were read stay valid."""
         self._file.close(force=True)
 
     def __enter__(self) -> DataFile:
@@ -263,13 +257,13 @@ class DataFile:
         if columns is None:
             return None
         names = self._codec.physical_columns(columns)
-        if names is not None and "meta" in columns:
+        if "meta" in columns:
             names += [n for n in self._file.schema_arrow.names if n.startswith(META_PREFIX)]
         return names
 
 
 def check_columns(columns: Collection[str] | None) -> set[str] | None:
-    """The Record fields to read, None = all; UsageError for one that a record does not have."""
+    """Return the Record fields to read, None = all; UsageError for one that a record does not have."""
     if columns is None:
         return None
     if isinstance(columns, str):
@@ -285,9 +279,9 @@ def _group_bytes(record: Record) -> int:
 
 
 def _gone(error: MissingObject) -> MissingObject:
-    """Said of a file that a manifest or commit names."""
+    """Return the error for a file that a manifest or commit names."""
     return MissingObject(
-        f"{str(error).rstrip('.')}: its manifest expired and gc removed it, or somebody else did; open the newest manifest."
+        f"{str(error).rstrip('.')}: its manifest expired and gc removed it, or someone else did; open the newest manifest."
     )
 
 

@@ -7,25 +7,23 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from teachercache.errors import NotACache, UsageError
 from teachercache.format.objects import Manifest, ManifestFile
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec
 from teachercache.parquet.datafile import DataFile, check_columns
+from teachercache.read.stream import RecordStream, StreamOptions
 from teachercache.read.tokenizer import download_tokenizer
 from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
-
-if TYPE_CHECKING:
-    from teachercache.read.stream import RecordStream
 
 
 def open(
     url: str | os.PathLike[str], manifest: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Cache:
-    """A cache, pinned to its newest manifest unless a number is given. NotACache where nothing was published."""
+    """Open a cache, pinned to its newest manifest unless a number is given; NotACache where nothing was published."""
     ledger = Ledger.open(url, storage_options)
     store, spec = ledger.store, ledger.spec()
     numbers = ledger.manifest_numbers()
@@ -47,6 +45,7 @@ class IncompleteCacheWarning(UserWarning):
 
 
 def incomplete_message(cache: Cache) -> str:
+    """Return the sentence that every reader of an incomplete cache sees."""
     m = cache.manifest
     return (
         f"{cache.url} manifest {m.number} is incomplete: {m.shards_committed} of {m.shards_planned} planned shards are in it "
@@ -58,6 +57,7 @@ class Cache:
     """One manifest of one cache. Reads only files that the manifest names."""
 
     def __init__(self, store: Store, spec: CacheSpec, manifest: Manifest) -> None:
+        """Read the files of `manifest`; `open` finds the three arguments."""
         self.store = store
         self.spec = spec
         self.manifest = manifest
@@ -69,18 +69,21 @@ class Cache:
 
     @property
     def url(self) -> str:
+        """Return where the cache is."""
         return self.store.url
 
     @property
     def splits(self) -> list[str]:
+        """Return the names of the splits, sorted."""
         return sorted({f.split for f in self.manifest.files})
 
     @property
     def sources(self) -> list[str]:
+        """Return the names of the sources, sorted."""
         return sorted({f.source for f in self.manifest.files})
 
     def files(self, split: str | None = None, source: str | None = None) -> list[ManifestFile]:
-        """Entries of the manifest, sorted by path; UsageError names what there is where nothing matches."""
+        """Return entries of the manifest, sorted by path; UsageError names what there is where nothing matches."""
         found = [f for f in self.manifest.files if split in (None, f.split) and source in (None, f.source)]
         if not found and (split is not None or source is not None):
             asked = " and ".join(f"{k} {v!r}" for k, v in (("split", split), ("source", source)) if v is not None)
@@ -91,14 +94,15 @@ class Cache:
         return found
 
     def file_url(self, entry: ManifestFile) -> str:
-        """Where a data file lies, as DuckDB, Polars, pandas or Spark take it: s3://..., or a plain local path."""
+        """Return where a data file lies, as DuckDB, Polars, pandas or Spark take it: s3://..., or a plain local path."""
         return f"{self.store.root if self.store.is_local else self.url}/{entry.path}"
 
     def tokenizer_path(self) -> Path:
-        """A local folder with the teacher's tokenizer files, downloaded once."""
+        """Return a local folder with the teacher's tokenizer files, downloaded once; UsageError where the cache has none."""
         return download_tokenizer(self.store, self.spec.tokenizer)
 
     def open_file(self, entry: ManifestFile) -> DataFile:
+        """Open one data file for reading; use it as a context manager."""
         return DataFile(self.store, entry, self.spec)
 
     def records(
@@ -108,7 +112,7 @@ class Cache:
         columns: Collection[str] | None = None,
         limit: int | None = None,
     ) -> Iterator[Record]:
-        """Records in the manifest's order. `columns` are Record fields; those left out come back as None.
+        """Yield records in the manifest's order. `columns` are Record fields; those left out come back as None.
 
         One row group is read ahead in another thread. Memory: about two row groups (30 MB).
         """
@@ -134,21 +138,13 @@ class Cache:
         rank: int = 0,
         world_size: int = 1,
         state: Mapping[str, Any] | None = None,
-        *,
-        source: str | None = None,
-        shuffle: bool = True,
-        repeat: bool = True,
-        columns: Collection[str] | None = None,
-        prefetch: int = 4,
-        shuffle_groups: int = 8,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int = 64 * 2**30,
+        **options: Any,
     ) -> RecordStream:
-        """An endless, shuffled, prefetching stream that resumes exactly; see `teachercache.read.stream.RecordStream`."""
-        from teachercache.read.stream import RecordStream
+        """Return an endless, shuffled, prefetching stream that resumes exactly from a `state`.
 
-        return RecordStream(
-            self, split=split, source=source, seed=seed, rank=rank, world_size=world_size, state=state, shuffle=shuffle,
-            repeat=repeat, columns=columns, prefetch=prefetch, shuffle_groups=shuffle_groups, cache_dir=cache_dir,
-            cache_bytes=cache_bytes,
-        )  # fmt: skip
+        `options` are the other fields of `teachercache.read.stream.StreamOptions`: source, shuffle, repeat, columns,
+        prefetch, shuffle_groups, cache_dir, cache_bytes. Raises UsageError where nothing matches.
+        """
+        chosen = StreamOptions(split=split, seed=seed, rank=rank, world_size=world_size, **options)
+        files = self.files(split, chosen.source)
+        return RecordStream(self.store, self.spec, self.manifest, files, chosen, state)

@@ -1,4 +1,4 @@
-"""A bounded folder of whole data files that the students of one node share. Content-addressed, safe between processes."""
+"""Keep whole data files in a bounded folder that the students of one node share. Safe between processes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ class DiskCache:
     """Files named by their sha256; the least recently used go first. A file in use stays readable when it is evicted."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
+        """Use `folder`, which is made where it is missing, for at most `max_bytes`."""
         self.folder = folder
         self.max_bytes = max_bytes
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, store: Store, entry: FileEntry) -> pa.NativeFile | None:
-        """A verified local copy, opened; downloads it once for all processes. None where the bound
-        or the disk has no room for it."""
+        """Return a verified local copy, opened; it is downloaded once for all processes.
+
+        None where the bound or the disk has no room for it.
+        """
         if entry.size > self.max_bytes:
             return None
         path = self.folder / f"{entry.sha256}.parquet"
@@ -62,11 +65,11 @@ class DiskCache:
         (self.folder / f"{entry.sha256}.parquet").unlink(missing_ok=True)
 
     def size(self) -> int:
-        """Bytes held, downloads in flight included."""
+        """Return the bytes held, downloads in flight included."""
         return sum(size for _, size, _ in self._held())
 
     def _reserve(self, size: int) -> Path | None:
-        """A temporary file of `size` bytes, after evicting as much; None where downloads in flight hold the room."""
+        """Make a temporary file of `size` bytes, after evicting as much; None where downloads in flight hold the room."""
         with self._locked("evict"):
             held = sorted(self._held())
             total = sum(s for _, s, _ in held)

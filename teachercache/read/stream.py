@@ -3,8 +3,8 @@
 The order is a pure function of (manifest, split, seed, epoch), so the state is a handful of integers:
 
     unit      one row group of one file; the manifest alone says how many there are
-    epoch     all units in an order permuted by seed and epoch; rank r of W takes every W-th unit, counted on through the
-              epochs, so that no rank runs dry on a small cache and all get equal shares over W epochs
+    epoch     all units in an order permuted by seed and epoch; rank r of W takes every W-th unit. The count carries over
+              between epochs, so that ranks stay balanced when W does not divide the number of units
     window    `shuffle_groups` consecutive units of one rank, whose records are permuted together
     state     (epoch, window, offset within the window)
 
@@ -18,8 +18,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from teachercache.errors import CorruptFile, UsageError
-from teachercache.format.objects import ManifestFile
+from teachercache.format.objects import Manifest, ManifestFile
 from teachercache.format.record import Record
+from teachercache.format.spec import CacheSpec
 from teachercache.parquet.codecs import Block
 from teachercache.parquet.datafile import DataFile, check_columns
-from teachercache.read.cache import Cache
 from teachercache.read.disk_cache import DiskCache
+from teachercache.store.store import Store
 
 STATE_VERSION = 1
 FOOTERS = 256  # kept in memory; a footer is some tens of KB
@@ -41,72 +43,69 @@ Unit = tuple[int, int]  # index into files, row group
 Window = tuple[int, int, list[Unit]]  # epoch, window, its units
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """What a stream reads, in which order, and at which cost."""
+
+    split: str = "train"
+    source: str | None = None  # None = all
+    seed: int = 0  # with the epoch, decides the order; unused without shuffle
+    rank: int = 0  # this process's share of world_size; fixed for the life of a run
+    world_size: int = 1
+    shuffle: bool = True  # False = the manifest's order
+    repeat: bool = True  # False = stop after one epoch (a rank may then get one unit fewer than another)
+    columns: Collection[str] | None = None  # Record fields to read; None = all
+    prefetch: int = 4  # threads that read ahead, each one row group at a time
+    shuffle_groups: int = 8  # row groups whose records are mixed; memory grows with it
+    cache_dir: str | os.PathLike[str] | None = None  # keeps whole files for all streams of a node
+    cache_bytes: int = 64 * 2**30  # bound of cache_dir
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a share or a size that cannot be."""
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} must lie in [0, world_size {self.world_size}).")
+        if min(self.prefetch, self.shuffle_groups) < 1:
+            raise UsageError(f"prefetch {self.prefetch} and shuffle_groups {self.shuffle_groups} must be at least 1.")
+
+
 class RecordStream(Iterator[Record]):
     """Iterator of Record. Not thread-safe. Close it, or use it as a context manager, to end its threads."""
 
     def __init__(
         self,
-        cache: Cache,
-        *,
-        split: str = "train",
-        source: str | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        store: Store,
+        spec: CacheSpec,
+        manifest: Manifest,
+        files: Sequence[ManifestFile],
+        options: StreamOptions,
         state: Mapping[str, Any] | None = None,
-        shuffle: bool = True,
-        repeat: bool = True,
-        columns: Collection[str] | None = None,
-        prefetch: int = 4,
-        shuffle_groups: int = 8,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int = 64 * 2**30,
     ) -> None:
+        """Stream `files` of a manifest; see `Cache.stream`.
+
+        `state` is what `state()` of a stream with the same manifest and options returned; UsageError where they differ.
         """
-        split, source    what to read; source None = all
-        seed             with the epoch, decides the order; unused without shuffle
-        rank, world_size this process's share; fixed for the life of a run
-        state            from `state()` of a stream with the same arguments; UsageError where they differ
-        shuffle          False = the manifest's order
-        repeat           False = stop after one epoch (a rank may then get one unit fewer than another)
-        columns          Record fields to read; None = all
-        prefetch         threads that read ahead, each one row group at a time
-        shuffle_groups   row groups whose records are mixed; memory grows with it
-        cache_dir        local folder that keeps whole files, at most cache_bytes of them, for all streams of a node
-        """
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank {rank} must lie in [0, world_size {world_size}).")
-        if min(prefetch, shuffle_groups) < 1:
-            raise UsageError(f"prefetch {prefetch} and shuffle_groups {shuffle_groups} must be at least 1.")
-        self._columns = check_columns(columns)
-        self._cache = cache
-        self._files = [f for f in cache.files(split, source) if f.records]
+        self._store, self._spec, self._options = store, spec, options
+        self._columns = check_columns(options.columns)
+        self._files = [f for f in files if f.records]
         self._units: list[Unit] = [(i, g) for i, file in enumerate(self._files) for g in range(file.row_groups)]
         if not self._units:
-            raise UsageError(f"{cache.url} has no records of split {split!r}; expected at least one.")
+            raise UsageError(f"{store.url} has no records of split {options.split!r}; expected at least one.")
+        same = ("split", "source", "seed", "rank", "world_size", "shuffle", "shuffle_groups")
         self._identity: dict[str, Any] = {
             "version": STATE_VERSION,
-            "manifest": cache.manifest.digest,
-            "split": split,
-            "source": source,
-            "seed": seed,
-            "rank": rank,
-            "world_size": world_size,
-            "shuffle": shuffle,
-            "shuffle_groups": shuffle_groups,
+            "manifest": manifest.digest,
+            **{name: getattr(options, name) for name in same},
         }
-        self._seed, self._rank, self._world_size = seed, rank, world_size
-        self._shuffle, self._repeat, self._group = shuffle, repeat, shuffle_groups
-        self._number, self._pid = cache.manifest.number, os.getpid()
-        self._disk = DiskCache(Path(cache_dir), cache_bytes) if cache_dir is not None else None
+        self._number, self._pid = manifest.number, os.getpid()
+        self._disk = DiskCache(Path(options.cache_dir), options.cache_bytes) if options.cache_dir is not None else None
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(prefetch, thread_name_prefix="teachercache-stream")
+        self._pool = ThreadPoolExecutor(options.prefetch, thread_name_prefix="teachercache-stream")
         self._at = self._position(state)
         self._records = self._run(*self._at)
 
     def __next__(self) -> Record:
-        """Raises what reading raises; the next call then tries again from the same place, and never skips or ends."""
+        """Return the next record; after an error the next call tries again from the same place, and never skips or ends."""
         if self._pid != os.getpid():  # its threads stayed behind: it would wait for ever
             raise UsageError(
                 "a stream does not survive a fork; open it in the process that reads it (a cache may be shared)."
@@ -120,14 +119,14 @@ class RecordStream(Iterator[Record]):
             raise
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position after the record that came last. A stream opened with it continues with the next one."""
+        """Return the position after the record that came last, as JSON-able values; a stream opened with it continues there."""
         epoch, window, offset = self._at
         position = {"epoch": epoch, "window": window, "offset": offset}
         return {**self._identity, **position, "manifest_number": self._number}  # the number only to say what to open
 
     @property
     def epoch(self) -> int:
-        """Of the record that came last."""
+        """Return the epoch of the record that came last."""
         return self._at[0]
 
     def close(self) -> None:
@@ -156,19 +155,23 @@ class RecordStream(Iterator[Record]):
         return int(state["epoch"]), int(state["window"]), int(state["offset"])
 
     def _epoch_units(self, epoch: int) -> list[Unit]:
-        """This rank's units of an epoch, in order."""
-        count = len(self._units)
-        order = np.random.default_rng([self._seed, epoch]).permutation(count) if self._shuffle else np.arange(count)
-        first = (self._rank - epoch * count) % self._world_size
-        return [self._units[i] for i in order[first :: self._world_size]]
+        """Return this rank's units of an epoch, in order."""
+        count, options = len(self._units), self._options
+        if options.shuffle:
+            order = np.random.default_rng([options.seed, epoch]).permutation(count)
+        else:
+            order = np.arange(count)
+        first = (options.rank - epoch * count) % options.world_size
+        return [self._units[i] for i in order[first :: options.world_size]]
 
     def _windows(self, epoch: int, window: int) -> Iterator[Window]:
-        """From (epoch, window) on, without end unless repeat is off."""
+        """Yield windows from (epoch, window) on, without end unless repeat is off."""
+        size = self._options.shuffle_groups
         while True:
             units = self._epoch_units(epoch)
-            for w in range(window, -(-len(units) // self._group)):
-                yield epoch, w, units[w * self._group : (w + 1) * self._group]
-            if not self._repeat:
+            for w in range(window, -(-len(units) // size)):
+                yield epoch, w, units[w * size : (w + 1) * size]
+            if not self._options.repeat:
                 return
             epoch, window = epoch + 1, 0
 
@@ -187,8 +190,8 @@ class RecordStream(Iterator[Record]):
             offset = 0
 
     def _emit(self, epoch: int, window: int, futures: list[Future[Block]], offset: int) -> Iterator[Record]:
-        """Records of one window from `offset` on."""
-        if not self._shuffle:
+        """Yield the records of one window from `offset` on."""
+        if not self._options.shuffle:
             for future in futures:
                 block = future.result()
                 for i in range(min(offset, len(block)), len(block)):
@@ -198,7 +201,8 @@ class RecordStream(Iterator[Record]):
         blocks = [future.result() for future in futures]
         futures.clear()  # a future keeps its block alive
         where = [(b, i) for b, block in enumerate(blocks) for i in range(len(block))]
-        order = np.random.default_rng([self._seed, epoch, window, self._rank]).permutation(len(where))
+        seed = [self._options.seed, epoch, window, self._options.rank]
+        order = np.random.default_rng(seed).permutation(len(where))
         for k in order[offset:]:
             b, i = where[k]
             yield blocks[b].record(i)
@@ -207,7 +211,7 @@ class RecordStream(Iterator[Record]):
 
     def _read(self, unit: Unit) -> Block:
         entry = self._files[unit[0]]
-        if self._disk is not None and (local := self._disk.fetch(self._cache.store, entry)) is not None:
+        if self._disk is not None and (local := self._disk.fetch(self._store, entry)) is not None:
             try:
                 return self._read_from(entry, unit[1], local)
             except CorruptFile:
@@ -217,7 +221,7 @@ class RecordStream(Iterator[Record]):
     def _read_from(self, entry: ManifestFile, group: int, local: pa.NativeFile | None) -> Block:
         with self._lock:
             footer = self._footers.get(entry.path)
-        with DataFile(self._cache.store, entry, self._cache.spec, footer=footer, local=local) as file:
+        with DataFile(self._store, entry, self._spec, footer=footer, local=local) as file:
             if footer is None:
                 self._keep_footer(entry, file.footer)
             return file.read_group(group, self._columns)

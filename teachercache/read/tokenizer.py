@@ -39,7 +39,10 @@ def _read_file(store: Store, spec: TokenizerSpec, entry: TokenizerIndexEntry) ->
 
 
 def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:
-    """A local folder with the cache's tokenizer files, checked against their digests; kept for the next call."""
+    """Return a local folder with the cache's tokenizer files, checked against their digests; kept for the next call.
+
+    Raises UsageError where the cache holds none.
+    """
     try:
         index = read_sealed(store, TokenizerIndex, layout.tokenizer_path(spec.digest, layout.INDEX))
     except MissingObject as error:

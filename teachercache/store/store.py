@@ -1,7 +1,7 @@
-"""An object store behind a few verbs: create (never overwrite), read, head, list, open_input, delete, probe.
+"""Store: an object store behind a few verbs: create (never overwrite), read, head, list, open_input, delete, probe.
 
 Everything that the protocol needs from a store is here: a conditional create that tells a lost acknowledgement from
-somebody else's object, listings that are never cached, bounded retries, and errors without credentials. Works on
+another writer's object, listings that are never cached, bounded retries, and errors without credentials. Works on
 `s3://`, `file://` or a plain path, and `memory://` (tests). Endpoint and keys come from the usual chain:
 AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, profiles, instance roles.
 """
@@ -29,14 +29,7 @@ from urllib.parse import urlsplit
 import fsspec
 import pyarrow as pa
 
-from teachercache.errors import (
-    Exists,
-    MissingObject,
-    StoreDenied,
-    StoreUnavailable,
-    StoreUnsafe,
-    UsageError,
-)
+from teachercache.errors import Exists, MissingObject, StoreDenied, StoreUnavailable, StoreUnsafe, UsageError
 from teachercache.format import layout
 from teachercache.format.sealed import MAX_JSON_BYTES
 from teachercache.store.failures import classify, explain
@@ -57,6 +50,8 @@ _MEMORY_LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
+    """One object of a listing."""
+
     path: str  # relative to the store's root
     size: int  # bytes
     modified: datetime  # by the server's clock, UTC
@@ -80,11 +75,12 @@ def refuse_credentials(url: str) -> None:
 
 
 class Store:
-    """See the module. Thread-safe; survives pickling and a fork, after which the child connects anew."""
+    """A place in an object store. Thread-safe; survives pickling and a fork, after which the child connects anew."""
 
     def __init__(
         self, fs: fsspec.AbstractFileSystem, root: str, url: str, *, sleep: Callable[[float], None] = time.sleep
     ):
+        """Use a file system below `root`; `url` is what messages call it. `Store.open` finds all three from a URL."""
         self._fs, self._pid = fs, os.getpid()
         self.root = root.rstrip("/")
         self.url = url.rstrip("/")
@@ -95,7 +91,10 @@ class Store:
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
-        """A store rooted at `url`. Touches nothing yet."""
+        """Return a store rooted at `url`: s3://, file://, memory:// or a plain path. Touches nothing yet.
+
+        Raises UsageError for any other URL, and for one that holds credentials.
+        """
         url = os.fspath(url)
         refuse_credentials(url)
         options: dict[str, Any] = dict(storage_options or {})
@@ -117,10 +116,8 @@ class Store:
             options["config_kwargs"] = config | dict(options.get("config_kwargs", {}))
         elif scheme not in ("file", "local", "memory"):
             raise UsageError(f"{scheme}:// is not supported; expected s3://, file:// or a plain path, found {url!r}.")
-        if "://" not in url:
-            url = (
-                f"file://{Path(url).expanduser().absolute()}"  # as it is: no reader of these URLs takes %20 for a blank
-            )
+        if "://" not in url:  # the path as it is: no reader of these URLs takes %20 for a blank
+            url = f"file://{Path(url).expanduser().absolute()}"
         fs = fsspec.filesystem(scheme, **options)  # not url_to_fs, which sees a chain of file systems in "::"
         return cls(fs, fs._strip_protocol(url), url)
 
@@ -129,13 +126,13 @@ class Store:
 
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
-        """The file system; a new one in a forked child (a DataLoader's worker), which must not use its parent's sockets."""
+        """Return the file system; a new one in a forked child, which must not use its parent's sockets."""
         if self._pid != os.getpid():
             self._fs, self._pid = pickle.loads(pickle.dumps(self._fs)), os.getpid()
         return self._fs
 
     def child(self, path: str) -> Store:
-        """The same file system, rooted deeper."""
+        """Return the same file system, rooted deeper."""
         return Store(self.fs, f"{self.root}/{path.strip('/')}", f"{self.url}/{path.strip('/')}", sleep=self._sleep)
 
     # ---- verbs -------------------------------------------------------------------------------------------------
@@ -175,7 +172,7 @@ class Store:
         self._retry(path, lambda: self._put(self._full(path), data))
 
     def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """The whole object, refused above `max_bytes` before anything is allocated."""
+        """Return the whole object, refused above `max_bytes` before anything is allocated."""
         size = self.head(path).size
         if size > max_bytes:
             raise UsageError(
@@ -184,7 +181,7 @@ class Store:
         return self._retry(path, lambda: _whole(self.fs.cat_file(self._full(path)), size))
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of an object that is at least that long; a short answer is asked for again."""
+        """Return bytes [start, stop) of an object that is at least that long; a short answer is asked for again."""
         return self._retry(
             path, lambda: _whole(self.fs.cat_file(self._full(path), start=start, end=stop), stop - start)
         )
@@ -200,13 +197,14 @@ class Store:
         return digest.hexdigest()
 
     def head(self, path: str) -> ObjectInfo:
-        """Size and time of an object; MissingObject where there is none."""
+        """Return size and time of an object; MissingObject where there is none."""
         info = self._retry(path, lambda: self.fs.info(self._full(path)))
         if info["type"] != "file":
             raise MissingObject(f"{self.url}/{path} does not exist.")
         return ObjectInfo(path, int(info["size"]), _modified(info))
 
     def exists(self, path: str) -> bool:
+        """Return whether there is an object of this name: one HEAD, never from a cache."""
         try:
             self.head(path)
         except MissingObject:
@@ -214,7 +212,7 @@ class Store:
         return True
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """Every object below a prefix that ends in '/', sorted by path, folder markers left out. Never from a cache."""
+        """Return every object below a prefix that ends in '/', sorted by path, without folder markers; never from a cache."""
         try:
             found = self._retry(prefix, lambda: self.fs.find(self._full(prefix.rstrip("/")), detail=True))
         except MissingObject:
@@ -227,7 +225,7 @@ class Store:
         )
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """Names one level below a prefix ('' or ending in '/') that have something below them, each ending in '/'."""
+        """Return the folders one level below a prefix ('' or ending in '/'), each ending in '/'."""
         try:
             found = self._retry(prefix, lambda: self.fs.ls(self._full(prefix).rstrip("/"), detail=True))
         except MissingObject:
@@ -236,7 +234,7 @@ class Store:
         return sorted(f"{prefix}{name}/" for name in names)
 
     def open_input(self, path: str, size: int | None = None) -> pa.NativeFile:
-        """A seekable input; on S3 every read is one range request with retries. `size` saves the HEAD."""
+        """Open a seekable input; on S3 every read is one range request with retries. `size` saves the HEAD."""
         if self.is_local:
             try:
                 return pa.memory_map(self._full(path))
@@ -250,7 +248,7 @@ class Store:
             self._retry(path, lambda: self.fs.rm_file(self._full(path)))
 
     def now(self) -> datetime:
-        """The server's clock, read from the time that it gives a fresh object."""
+        """Return the server's clock, read from the time that it gives a fresh object."""
         path = f"{layout.PROBES}{uuid.uuid4().hex}"
         self.create(path, path.encode())
         modified = self.head(path).modified
@@ -354,7 +352,7 @@ class Store:
                 ) from error
 
     def _compare(self, path: str, data: bytes | Path) -> str:
-        """What stands at `path`: 'ours' (equal bytes), 'other', or 'absent'."""
+        """Return what is at `path`: 'ours' (equal bytes), 'other', or 'absent'."""
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         try:
             if self.head(path).size != size:
@@ -387,23 +385,29 @@ class _RangeFile(io.RawIOBase):
         self._store, self._path, self._size, self._at = store, path, size, 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def tell(self) -> int:
+        """Return the position."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, and return the position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def size(self) -> int:
+        """Return the size in bytes."""
         return self._size
 
     def read(self, length: int = -1) -> bytes:
+        """Read at most `length` bytes, or the rest."""
         stop = self._size if length < 0 else min(self._at + length, self._size)
         if stop <= self._at:
             return b""
@@ -414,7 +418,7 @@ class _RangeFile(io.RawIOBase):
 
 @contextmanager
 def _synced(target: Path, data: bytes | Path) -> Iterator[Path]:
-    """A temporary file next to `target` with the data, synced; removed afterwards unless it was renamed."""
+    """Give a synced temporary file next to `target` with the data; it is removed afterwards unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temp = target.with_name(f"{_LOCAL_TEMP}{uuid.uuid4().hex}")
     try:
@@ -438,7 +442,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _is_object(name: str) -> bool:
-    """Whether the last part of a path is not a folder marker (empty) or a file that is still being written."""
+    """Return whether the last part of a path is no folder marker (empty) and no file that is still being written."""
     return bool(name) and not name.startswith(_LOCAL_TEMP)
 
 

@@ -1,4 +1,4 @@
-"""Garbage collection: removes what no reader and no writer can need. A dry run unless told.
+"""gc: remove what no reader and no writer can need. A dry run unless asked to delete.
 
 Kept is every file that a retained manifest names, and every file of a commit that is not replaced. What is left are
 orphans (uploads whose attempt died or lost), removed when older than the grace period by the *server's* clock, and
@@ -27,26 +27,26 @@ MIN_GRACE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Collection:
+class Garbage:
     """What `collect` removed, or would remove."""
 
     dry_run: bool
     manifests: list[ObjectInfo]  # expired
     orphans: list[ObjectInfo]  # uploads without a commit
     replaced: list[ObjectInfo]  # files of replaced shards
-    void: list[
-        ObjectInfo
-    ]  # commits that came too long after their upload, or lost a file; their shards are computed again
+    void: list[ObjectInfo]  # commits that came too late, or lost a file: their shards are computed again
     scratch: list[ObjectInfo]  # leftovers of probes, leases that ran out
     kept_files: int
     waiting: int  # orphans that are younger than the grace period
 
     @property
     def objects(self) -> list[ObjectInfo]:
+        """Return all of it, in the order of removal."""
         return [*self.manifests, *self.void, *self.orphans, *self.replaced, *self.scratch]
 
     @property
     def bytes(self) -> int:
+        """Return how many bytes all of it holds."""
         return sum(o.size for o in self.objects)
 
 
@@ -57,11 +57,11 @@ def collect(
     grace_seconds: float = GRACE_SECONDS,
     keep_manifests: int | None = None,
     dry_run: bool = True,
-) -> Collection:
-    """Find, and unless `dry_run` remove, what nobody needs.
+) -> Garbage:
+    """Find, and unless `dry_run` remove, what no one needs.
 
-    keep_manifests: expire all but the newest so many; None keeps every manifest. Runs pinned to an expired one end with
-    an error that says so. Every process that writes to the cache must use the same grace period.
+    keep_manifests: expire all but this many of the newest; None keeps every manifest. Runs pinned to an expired one end
+    with an error that says so. Every process that writes to the cache must use the same grace period.
     """
     if grace_seconds < MIN_GRACE_SECONDS:
         raise UsageError(
@@ -87,19 +87,20 @@ def collect(
     for commit, info in ledger.dated_commits():
         if newest is not None and is_dead(commit, newest):  # its files may be gone, its shard is done all the same
             dead.add(commit.shard_id)
+            commits.append(commit)
         elif is_void(commit, info.modified, objects, named, grace_seconds) or _lost_a_file(
             store, commit, objects, named
         ):
             void.append(info)
-            continue
-        commits.append(commit)
+        else:
+            commits.append(commit)
     live = {entry.path for c in commits if c.shard_id not in dead for entry in c.files}
     of_dead = {entry.path for c in commits if c.shard_id in dead for entry in c.files}
 
     unneeded = [o for o in data if o.path not in named and o.path not in live]
     unclaimed = [o for o in unneeded if o.path not in of_dead]
     expired = {layout.manifest_path(n) for n in numbers if n not in retained}
-    found = Collection(
+    found = Garbage(
         dry_run=dry_run,
         manifests=[o for o in store.list(layout.MANIFESTS) if o.path in expired],
         orphans=[o for o in unclaimed if o.modified < limit and not _claimed(store, o, objects, named, grace_seconds)],
@@ -120,7 +121,7 @@ def collect(
 def _claimed(
     store: Store, item: ObjectInfo, data: dict[str, ObjectInfo], settled: set[str], grace_seconds: float
 ) -> bool:
-    """Ask for the one commit that could name an orphan, in case the listing of commits was stale."""
+    """Return whether the one commit that could name an orphan does, in case the listing of commits was stale."""
     path = layout.commit_path(layout.parse_data_path(item.path).shard_id)
     try:
         info = store.head(path)
@@ -132,7 +133,7 @@ def _claimed(
 
 
 def _lost_a_file(store: Store, commit: Commit, data: dict[str, ObjectInfo], settled: set[str]) -> bool:
-    """Whether an unpublished commit names a file that is gone: no listing is trusted with that."""
+    """Return whether an unpublished commit names a file that is gone: no listing is trusted with that."""
     return any(e.path not in data and e.path not in settled and not store.exists(e.path) for e in commit.files)
 
 

@@ -39,8 +39,10 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Optimized:
+    """What `optimize` changed."""
+
     manifest: Manifest
-    bins: int
+    bins: int  # commits that became part of the cache
     files_before: int
     files_after: int
     bytes_before: int
@@ -83,9 +85,9 @@ def optimize(
     for _ in range(ROUNDS):
         cache = Cache(writer.store, writer.spec, after)
         affected = {shard for shards in holders.values() for shard in shards}
-        bins = _plan(after.files, codec, target_bytes, affected)
-        for done, work in enumerate(bins, 1):
-            written[_rewrite(writer, cache, work, codec, gone)] = work
+        bins = _pack(after.files, codec, target_bytes, affected)
+        for done, bin_ in enumerate(bins, 1):
+            written[_rewrite(writer, cache, bin_, codec, gone)] = bin_
             if progress:
                 progress(done, len(bins))
         after = writer.publish(allow_partial=partial, allow_repeated_content=repeated)
@@ -97,7 +99,7 @@ def optimize(
             f"{writer.url}: {len(holders)} of the documents to leave out are still there, since other optimisers were "
             f"faster {ROUNDS} times; end them and run this again."
         )
-    effective = [name for name, work in written.items() if after.replaced.get(work.shards[0]) == name]
+    effective = [name for name, bin_ in written.items() if after.replaced.get(bin_.shards[0]) == name]
     return Optimized(
         manifest=after, bins=len(effective), files_before=len(before.files), files_after=len(after.files),
         bytes_before=sum(f.size for f in before.files), bytes_after=sum(f.size for f in after.files),
@@ -106,7 +108,7 @@ def optimize(
 
 
 def _holders(cache: Cache, without: set[str]) -> dict[str, set[str]]:
-    """doc_id -> the shards that hold it; reads the doc_id column of every file where there is anything to find."""
+    """Return doc_id -> the shards that hold it; reads the doc_id column of every file if there is anything to find."""
     found: dict[str, set[str]] = defaultdict(set)
     if not without:
         return found
@@ -122,28 +124,30 @@ def _holders(cache: Cache, without: set[str]) -> dict[str, set[str]]:
     return found
 
 
-def _fingerprint(doc_id: str) -> str:
-    """How a commit remembers a document that it left out, without naming it."""
+def _mark(doc_id: str) -> str:
+    """Return how a commit remembers a document that it left out, without naming it."""
     return hashlib.sha256(doc_id.encode()).hexdigest()[:32]
 
 
 def _refuse_unknown(writer: CacheWriter, missing: set[str], asked: int) -> None:
     """Raise UsageError for a doc_id that never was in the cache; one that an earlier call took out is done already."""
     done = {mark for c in writer.ledger.commits() for mark in c.provenance.get("optimize", {}).get("without", [])}
-    if unknown := {name for name in missing if _fingerprint(name) not in done}:
+    if unknown := {name for name in missing if _mark(name) not in done}:
         raise UsageError(
             f"{writer.url} holds no document {min(unknown)!r} ({len(unknown)} of {asked} are not in it); nothing was done."
         )
 
 
 def _count_removed(writer: CacheWriter, shard_ids: Sequence[str]) -> int:
-    """Records that these commits left out, also where an interrupted call had written them."""
+    """Return how many records these commits left out, also where an interrupted call had written them."""
     return sum(c.drops.get("removed", 0) for c in writer.ledger.commits_of(shard_ids))
 
 
-def _plan(files: Sequence[ManifestFile], codec: str | None, target: int, affected: set[str]) -> list[Bin]:
-    """Shards with the same codec, in the order of their ids, into bins of about `target` bytes; bins that change nothing
-    are left out."""
+def _pack(files: Sequence[ManifestFile], codec: str | None, target: int, affected: set[str]) -> list[Bin]:
+    """Put shards of one codec, in the order of their ids, into bins of about `target` bytes.
+
+    Bins that change nothing are left out.
+    """
     shards: dict[str, list[ManifestFile]] = defaultdict(list)
     for entry in files:
         shards[entry.shard_id].append(entry)
@@ -173,15 +177,15 @@ def _plan(files: Sequence[ManifestFile], codec: str | None, target: int, affecte
     return bins
 
 
-def _rewrite(writer: CacheWriter, cache: Cache, work: Bin, codec: str | None, without: set[str]) -> str:
-    """Commit a bin as one shard, unless it is; returns the shard's id."""
-    kind = codec or work.files[0].codec
-    digest = json_digest([list(work.shards), kind, sorted(without)])
+def _rewrite(writer: CacheWriter, cache: Cache, bin_: Bin, codec: str | None, without: set[str]) -> str:
+    """Commit a bin as one shard, unless it is committed; returns the shard's id."""
+    kind = codec or bin_.files[0].codec
+    digest = json_digest([list(bin_.shards), kind, sorted(without)])
     shard_id = f"opt-{hashlib.sha256(digest.encode()).hexdigest()[:24]}"
     removed: list[str] = []  # a doc_id for each record
 
     def records() -> Iterator[Record]:
-        for entry in work.files:
+        for entry in bin_.files:
             with cache.open_file(entry) as file:
                 for block in file.blocks():
                     for i in range(len(block)):
@@ -196,7 +200,7 @@ def _rewrite(writer: CacheWriter, cache: Cache, work: Bin, codec: str | None, wi
     with ShardAttempt(writer.store, writer.spec, shard_id, codec=kind, grace_seconds=writer.grace_seconds) as attempt:
         attempt.build(records())
         attempt.upload()
-        what = {"codec": kind, "shards": len(work.shards), "without": sorted({_fingerprint(name) for name in removed})}
+        what = {"codec": kind, "shards": len(bin_.shards), "without": sorted({_mark(name) for name in removed})}
         drops = {"removed": len(removed)} if removed else {}
-        attempt.commit(replaces=work.shards, drops=drops, provenance={"optimize": what})
+        attempt.commit(replaces=bin_.shards, drops=drops, provenance={"optimize": what})
     return shard_id

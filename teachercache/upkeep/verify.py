@@ -9,19 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from teachercache.errors import (
-    InvalidRecord,
-    MissingObject,
-    StoreDenied,
-    TeacherCacheError,
-)
+from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, StoreDenied, TeacherCacheError
 from teachercache.format import layout
 from teachercache.format.objects import Commit, Manifest, ManifestFile, Plan
-from teachercache.format.record import check_record, content_key
+from teachercache.format.record import Record, check_record, content_key
 from teachercache.format.spec import CacheSpec
 from teachercache.parquet.datafile import DataFile
 from teachercache.read.tokenizer import check_tokenizer
@@ -36,6 +30,8 @@ THREADS = 16  # small objects read at the same time
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """One thing that is wrong, and the code of the error that it would raise."""
+
     path: str
     code: str
     message: str
@@ -55,6 +51,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Return whether nothing was wrong."""
         return not self.problems
 
     @contextlib.contextmanager
@@ -86,11 +83,11 @@ def verify(
     found = Verification()
     with found.collecting(layout.MANIFESTS):
         manifest = manifest or Ledger(store, spec).newest_manifest()
-    commits = _commits(store, spec, found)
+    commits = _check_commits(store, spec, found)
     found.manifest = manifest.number if manifest else None
-    files = _files(manifest, commits, found)
+    files = _files_to_check(manifest, commits, found)
     if manifest:
-        _plans(store, manifest, found)
+        _check_plans(store, manifest, found)
     with found.collecting(layout.TOKENIZER):
         check_tokenizer(store, spec.tokenizer)
     found.files = len(files)
@@ -115,7 +112,7 @@ def verify(
     return found
 
 
-def _commits(store: Store, spec: CacheSpec, found: Verification) -> list[Commit]:
+def _check_commits(store: Store, spec: CacheSpec, found: Verification) -> list[Commit]:
     def check(path: str) -> tuple[Commit | None, list[Problem]]:
         part = Verification()
         with part.collecting(path):
@@ -124,9 +121,8 @@ def _commits(store: Store, spec: CacheSpec, found: Verification) -> list[Commit]
 
     commits = []
     with ThreadPoolExecutor(THREADS) as pool:
-        for commit, problems in pool.map(
-            check, [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
-        ):
+        paths = [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
+        for commit, problems in pool.map(check, paths):
             found.problems += problems
             commits += [] if commit is None else [commit]
     return commits
@@ -144,8 +140,8 @@ def _checked_commit(store: Store, spec: CacheSpec, path: str) -> Commit:
     return commit
 
 
-def _files(manifest: Manifest | None, commits: Sequence[Commit], found: Verification) -> list[ManifestFile]:
-    """Files of the manifest and of commits that are not published yet."""
+def _files_to_check(manifest: Manifest | None, commits: Sequence[Commit], found: Verification) -> list[ManifestFile]:
+    """Return the files of the manifest and of commits that are not published yet."""
     named = {entry.path: ManifestFile(**entry.model_dump(), shard_id=c.shard_id) for c in commits for entry in c.files}
     files = list(manifest.files) if manifest else []
     for entry in files:
@@ -158,7 +154,7 @@ def _files(manifest: Manifest | None, commits: Sequence[Commit], found: Verifica
     return files
 
 
-def _plans(store: Store, manifest: Manifest, found: Verification) -> None:
+def _check_plans(store: Store, manifest: Manifest, found: Verification) -> None:
     for digest in manifest.plans:
         path = layout.plan_path(digest)
         with found.collecting(path):
@@ -183,13 +179,8 @@ def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Pa
         digest = store.download(entry.path, entry.size, out)
     found.files_read, found.bytes_read = 1, entry.size
     if digest != entry.sha256:
-        found.problems.append(
-            Problem(
-                entry.path,
-                "TC-E102",
-                f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}.",
-            )
-        )
+        message = f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}."
+        found.problems.append(Problem(entry.path, CorruptFile.code, message))
     tokens, documents = 0, set()
     with DataFile(store, entry, spec, local=pa.memory_map(str(copy))) as file:
         for block in file.blocks():
@@ -201,20 +192,15 @@ def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Pa
                 documents.add(record.doc_id)
                 if len(found.problems) < PROBLEMS_PER_FILE:
                     with found.collecting(entry.path):
-                        _check(record, spec)
-    counted: dict[str, Any] = {
-        "records": found.records,
-        "rows": found.rows,
-        "tokens": tokens,
-        "documents": len(documents),
-    }
+                        _check_row_invariants(record, spec)
+    counted = {"records": found.records, "rows": found.rows, "tokens": tokens, "documents": len(documents)}
     for name, value in counted.items():
         if getattr(entry, name) != value:
             message = f"{entry.path} holds {value:,} {name}, its entry says {getattr(entry, name):,}."
-            found.problems.append(Problem(entry.path, "TC-E102", message))
+            found.problems.append(Problem(entry.path, CorruptFile.code, message))
 
 
-def _check(record: Any, spec: CacheSpec) -> None:
+def _check_row_invariants(record: Record, spec: CacheSpec) -> None:
     check_record(record, vocab_size=spec.tokenizer.vocab_size, top_k=spec.top_k)
     if record.content_key != content_key(spec.digest, record.input_ids, record.row_pos):
         raise InvalidRecord(

@@ -1,4 +1,4 @@
-"""export: a plain-Parquet data set with a Hugging Face data card, for those who want a folder and not a cache."""
+"""export: write a plain-Parquet data set with a Hugging Face data card, for a user who wants a folder and not a cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def export(
     done = 0
     for split in cache.splits:
         for source in sorted({f.source for f in cache.files(split)}):
-            numbers = _names(folder / "data" / split, source)
+            numbers = _numbered(folder / "data" / split, source)
             writer: pq.ParquetWriter | None = None
             path = Path()
             for entry in cache.files(split, source):
@@ -70,7 +70,7 @@ def export(
 
 
 def _meta_types(cache: Cache) -> dict[str, pa.DataType]:
-    """One type for each column of the corpus in every file of the data set; text where the cache's files disagree."""
+    """Return one type for each column of the corpus in all files of the data set; text where the cache's files disagree."""
 
     def of_file(entry: ManifestFile) -> dict[str, pa.DataType]:
         with cache.open_file(entry) as file:
@@ -84,7 +84,7 @@ def _meta_types(cache: Cache) -> dict[str, pa.DataType]:
     return types
 
 
-def _names(folder: Path, source: str) -> Iterator[Path]:
+def _numbered(folder: Path, source: str) -> Iterator[Path]:
     number = 0
     while True:
         yield folder / f"{source}-{number:05d}.parquet"
@@ -102,7 +102,7 @@ def _copy_tokenizer(cache: Cache, folder: Path) -> None:
 
 
 def data_card(cache: Cache) -> str:
-    """README.md of the data set: YAML that the hub reads, then what a person wants to know."""
+    """Return README.md of the data set: YAML that the hub reads, then what a person wants to know."""
     data = summary(cache)
     teacher = data["teacher"]
     configs = "".join(f"  - split: {s.replace('-', '_')}\n    path: data/{s}/*.parquet\n" for s in cache.splits)

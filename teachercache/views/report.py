@@ -1,4 +1,4 @@
-"""report: one self-contained HTML page about a cache. Inline SVG, no script, no network; readable on a phone."""
+"""report: make one self-contained HTML page about a cache. Inline SVG, no script, no network; readable on a phone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sampled:
 def report(
     cache: Cache, *, sample_files: int = SAMPLE_FILES, progress: Callable[[int, int], None] | None = None
 ) -> str:
-    """The page. Reads at most `sample_files` files, chosen at random with a fixed seed, one row group of each."""
+    """Return the page. Reads at most `sample_files` files, chosen by a fixed seed, and one row group of each."""
     files = sorted(
         random.Random(0).sample(cache.manifest.files, min(sample_files, len(cache.manifest.files))),
         key=lambda f: f.path,
@@ -55,13 +55,13 @@ def report(
     data = summary(cache)
     sections = [
         _tiles(data, sampled),
-        _identity(data),
-        _parts(data),
-        _plots(sampled, data["top_k"]),
-        _bytes(sampled),
-        _drops(data),
+        _teacher_section(data),
+        _corpora_section(data),
+        _distributions_section(sampled, data["top_k"]),
+        _bytes_section(sampled),
+        _drops_section(data),
+        _throughput_section(cache),
     ]
-    sections.append(_throughput(cache))
     if not data["complete"]:
         sections.insert(0, f'<p class="warn">{html.escape(incomplete_message(cache))}</p>')
     page = resources.files("teachercache").joinpath("templates/report.html").read_text(encoding="utf-8")
@@ -109,22 +109,17 @@ def _tiles(data: dict[str, Any], sampled: Sampled) -> str:
         (f"mass in the top {data['top_k']}", f"{coverage.mean():.1%}" if coverage.size else "–"),
         ("teacher's perplexity", f"{math.exp(loss.mean()):.2f}" if loss.size else "–"),
     ]
-    return (
-        '<div class="tiles">'
-        + "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in tiles)
-        + "</div>"
-    )
+    cells = "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in tiles)
+    return f'<div class="tiles">{cells}</div>'
 
 
-def _identity(data: dict[str, Any]) -> str:
+def _teacher_section(data: dict[str, Any]) -> str:
     teacher, tokenizer = data["teacher"], data["tokenizer"]
     rows = [(name, value) for name, value in teacher.items() if value not in (None, "", {})]
     rows += [
         ("tokenizer", tokenizer["digest"]),
         ("vocabulary", f"{tokenizer['vocab_size']:,}"),
         ("top K", data["top_k"]),
-    ]
-    rows += [
         ("spec digest", data["spec_digest"]),
         ("manifest digest", data["manifest_digest"]),
         ("codec", ", ".join(data["codecs"])),
@@ -132,7 +127,7 @@ def _identity(data: dict[str, Any]) -> str:
     return _section("The teacher", _table(("field", "value"), [(n, str(v)) for n, v in rows], code=True))
 
 
-def _parts(data: dict[str, Any]) -> str:
+def _corpora_section(data: dict[str, Any]) -> str:
     names = ("files", "documents", "records", "tokens", "rows", "bytes")
     rows = [(p["split"], p["source"], *(f"{p[n]:,}" for n in names)) for p in data["parts"]]
     shards = data["shards"]
@@ -140,7 +135,7 @@ def _parts(data: dict[str, Any]) -> str:
     return _section("Corpora", _table(("split", "source", *names), rows) + f"<p>{note}</p>")
 
 
-def _plots(sampled: Sampled, top_k: int) -> str:
+def _distributions_section(sampled: Sampled, top_k: int) -> str:
     if not sampled.rows:
         return _section("Distributions", "<p>There are no rows.</p>")
     coverage, entropy, top1 = (np.concatenate(v) for v in (sampled.coverage, sampled.entropy, sampled.top1))
@@ -155,33 +150,29 @@ def _plots(sampled: Sampled, top_k: int) -> str:
     return _section("Distributions", '<div class="plots">' + "".join(plots) + "</div>")
 
 
-def _bytes(sampled: Sampled) -> str:
-    total_rows = max(1, sampled.rows)
-    items = [(name, size) for name, size in sampled.column_bytes.most_common(10)]
-    whole = sum(sampled.column_bytes.values()) or 1
-    return (
-        _section("Bytes by column", bars([(name, size / whole, f"{size / whole:.1%}") for name, size in items]))
-        if total_rows
-        else ""
-    )
+def _bytes_section(sampled: Sampled) -> str:
+    if not sampled.rows:
+        return ""
+    whole = sum(sampled.column_bytes.values())
+    items = [(name, size / whole, f"{size / whole:.1%}") for name, size in sampled.column_bytes.most_common(10)]
+    return _section("Bytes by column", bars(items))
 
 
-def _drops(data: dict[str, Any]) -> str:
+def _drops_section(data: dict[str, Any]) -> str:
     if not data["drops"]:
         return _section("Dropped documents", "<p>None was dropped.</p>")
     top = max(data["drops"].values())
     return _section("Dropped documents", bars([(reason, n / top, f"{n:,}") for reason, n in data["drops"].items()]))
 
 
-def _throughput(cache: Cache) -> str:
-    """Rows a second of each committed shard, by engine and device, from the provenance."""
+def _throughput_section(cache: Cache) -> str:
+    """Return rows a second of each committed shard, by engine and device, from the provenance."""
     rates: dict[str, list[float]] = defaultdict(list)
     for commit in Ledger(cache.store).commits():
         seconds = commit.provenance.get("shard_seconds")
         if isinstance(seconds, (int, float)) and seconds > 0 and commit.rows:
-            rates[f"{commit.provenance.get('engine', '?')} on {commit.provenance.get('device', '?')}"].append(
-                commit.rows / seconds
-            )
+            engine, device = (commit.provenance.get(name, "?") for name in ("engine", "device"))
+            rates[f"{engine} on {device}"].append(commit.rows / seconds)
     if not rates:
         return ""
     rows = [
@@ -197,7 +188,7 @@ def _throughput(cache: Cache) -> str:
 
 
 def histogram(values: Floats, title: str, unit: str, *, low: float, high: float | None = None, bins: int = 40) -> str:
-    """An SVG histogram with the median marked. The last bin also holds what lies beyond the 99.5th percentile."""
+    """Return an SVG histogram with the median marked. The last bin also holds what lies beyond the 99.5th percentile."""
     high = high if high is not None else float(np.quantile(values, 0.995))
     high = high if high > low else low + 1.0
     counts, edges = np.histogram(np.clip(values, low, high), bins=bins, range=(low, high))
@@ -222,7 +213,7 @@ def histogram(values: Floats, title: str, unit: str, *, low: float, high: float 
         shapes.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 12}" y1="{y(fraction):.1f}" y2="{y(fraction):.1f}"/>'
         )
-        shapes.append(f'<text x="{LEFT - 6}" y="{y(fraction) + 4:.1f}" text-anchor="end">{fraction:.0%}</text>')
+        shapes.append(f'<text x="{LEFT - 6}" y="{y(fraction) + 4:.1f}" text-anchor="end">{100 * fraction:.3g}%</text>')
     median = float(np.median(values))
     if low <= median <= high:
         shapes.append(f'<line class="median" x1="{x(median):.1f}" x2="{x(median):.1f}" y1="24" y2="{28 + plot_h}"/>')
@@ -233,7 +224,7 @@ def histogram(values: Floats, title: str, unit: str, *, low: float, high: float 
 
 
 def bars(items: Sequence[tuple[str, float, str]]) -> str:
-    """(name, share of the longest, label) as horizontal bars in plain HTML."""
+    """Draw (name, share of the longest, label) as horizontal bars in plain HTML."""
     longest = max((share for _, share, _ in items), default=1.0) or 1.0
     cells = []
     for name, share, label in items:

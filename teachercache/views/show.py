@@ -1,4 +1,4 @@
-"""What `teachercache show` and `head` print: a cache and its records for human eyes."""
+"""show and head: print a cache and its records for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from teachercache.read.cache import Cache, incomplete_message
 
 
 def summary(cache: Cache) -> dict[str, Any]:
-    """JSON-able: who the teacher is, what the manifest holds, per split and source."""
+    """Return who the teacher is and what the manifest holds, by split and source, as JSON-able values."""
     m = cache.manifest
     groups: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for entry in m.files:
@@ -52,6 +52,7 @@ def summary(cache: Cache) -> dict[str, Any]:
 
 
 def print_summary(cache: Cache, console: Console) -> None:
+    """Print `summary` as two tables."""
     data = summary(cache)
     teacher = data["teacher"]
     grid = Table.grid(padding=(0, 2))
@@ -89,9 +90,10 @@ def print_summary(cache: Cache, console: Console) -> None:
 
 
 class TokenText:
-    """Ids to printable text; plain numbers where the cache holds no tokenizer."""
+    """Turn ids into printable text; into plain numbers where the cache holds no tokenizer, as `note` then says."""
 
     def __init__(self, cache: Cache) -> None:
+        """Use the tokenizer that a cache holds."""
         self._tokenizer: Tokenizer | None = None
         try:
             self._tokenizer = Tokenizer.from_file(str(cache.tokenizer_path() / "tokenizer.json"))
@@ -100,6 +102,7 @@ class TokenText:
             self.note = str(error)
 
     def __call__(self, token: int) -> str:
+        """Return one token's text, with a blank as a middle dot."""
         if self._tokenizer is None:
             return f"#{token}"
         text = self._tokenizer.decode([token], skip_special_tokens=False)
@@ -109,7 +112,7 @@ class TokenText:
 
 
 def head_rows(record: Record, text: TokenText, *, positions: int, top: int) -> list[dict[str, Any]]:
-    """JSON-able, one for each shown position: the token, what followed, and the teacher's best next tokens."""
+    """Return one JSON-able row a position: the token, what followed, and the teacher's best next tokens."""
     rows = []
     for i in range(min(positions, len(record.row_pos))):
         p = int(record.row_pos[i])
@@ -133,7 +136,7 @@ def head_rows(record: Record, text: TokenText, *, positions: int, top: int) -> l
 
 
 def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> RenderableType:
-    """One record as a table; the token that really followed is green where the teacher has it among its best."""
+    """Return one record as a table; the token that really followed is green where it is among the teacher's best."""
     counts = f"{len(record.input_ids)} tokens, {len(record.row_pos)} rows"
     title = f"{record.doc_id} window {record.window} · {record.split}/{record.source} · {counts}"
     table = Table(title=Text(title), title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))

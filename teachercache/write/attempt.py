@@ -24,7 +24,7 @@ from teachercache.format.objects import Commit, FileEntry
 from teachercache.format.record import Record, content_key
 from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import CacheSpec
-from teachercache.parquet.datafile import FileBuilder
+from teachercache.parquet.datafile import ROWS_PER_GROUP, FileBuilder
 from teachercache.store.ledger import read_sealed
 from teachercache.store.store import Store
 
@@ -45,6 +45,8 @@ class CommitResult:
 
 
 class State(enum.Enum):
+    """Where an attempt is in its life."""
+
     NEW = "new"
     BUILT = "built"
     UPLOADED = "uploaded"
@@ -53,7 +55,7 @@ class State(enum.Enum):
 
 
 def boot_clock() -> float:
-    """Seconds since boot, time asleep included: a suspended machine must notice that it slept."""
+    """Return seconds since boot, time asleep included: a suspended machine must notice that it slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 
@@ -70,14 +72,16 @@ class ShardAttempt:
         grace_seconds: float = GRACE_SECONDS,
         clock: Callable[[], float] = boot_clock,
         folder: Path | None = None,
+        rows_per_group: int = ROWS_PER_GROUP,
     ) -> None:
+        """Begin an attempt; its files are built below `folder` (TMPDIR by default)."""
         self.shard_id = layout.check_shard_id(shard_id)
         self.attempt = uuid.uuid4().hex
         self.state = State.NEW
         self.codec = codec
         self.entries: list[FileEntry] = []
         self._store, self._spec, self._digest = store, spec, spec.digest
-        self._grace, self._clock = grace_seconds, clock
+        self._grace, self._clock, self._rows_per_group = grace_seconds, clock, rows_per_group
         self._folder = Path(tempfile.mkdtemp(prefix=f"teachercache-{shard_id[:16]}-", dir=folder))
         self._builders: dict[tuple[str, str], FileBuilder] = {}
         self._upload_began = float("nan")
@@ -95,14 +99,17 @@ class ShardAttempt:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def build(self, records: Iterable[Record]) -> None:
-        """NEW -> BUILT. Raises InvalidRecord at the first record that breaks an invariant; nothing is uploaded then."""
+        """Add records and finish: NEW -> BUILT.
+
+        Raises InvalidRecord at the first record that breaks an invariant; nothing is uploaded then.
+        """
         self._expect(State.NEW)
         for record in records:
             self.add(record)
         self.finish()
 
     def add(self, record: Record) -> None:
-        """One record into the local file of its (split, source)."""
+        """Add one record to the local file of its (split, source)."""
         self._expect(State.NEW)
         key = content_key(self._digest, record.input_ids, record.row_pos)
         if record.content_key != key:
@@ -110,16 +117,17 @@ class ShardAttempt:
         where = (record.split, record.source)
         if where not in self._builders:
             path = layout.DataPath(self.codec, *where, self.shard_id, self.attempt)
-            self._builders[where] = FileBuilder(self._folder, path, self._spec)
+            self._builders[where] = FileBuilder(self._folder, path, self._spec, rows_per_group=self._rows_per_group)
         self._builders[where].add(record)
 
     def finish(self) -> None:
+        """Close and verify the local files: NEW -> BUILT."""
         self._expect(State.NEW)
         self.entries = [self._builders[where].close() for where in sorted(self._builders)]
         self.state = State.BUILT
 
     def upload(self) -> None:
-        """BUILT -> UPLOADED. Each file by one create; a failure leaves at most orphans."""
+        """Create each file whole: BUILT -> UPLOADED. A failure leaves at most orphans."""
         self._expect(State.BUILT)
         self._upload_began = self._clock()
         for entry in self.entries:
@@ -134,7 +142,7 @@ class ShardAttempt:
         provenance: Mapping[str, Any] | None = None,
         replaces: Iterable[str] = (),
     ) -> CommitResult:
-        """UPLOADED -> COMMITTED, or LOST where another attempt was first.
+        """Create the commit: UPLOADED -> COMMITTED, or LOST where another attempt was first.
 
         Raises StaleAttempt when the upload began more than half of the collector's grace period ago.
         """

@@ -53,11 +53,7 @@ def publish(
 
 
 def _snapshot(
-    ledger: Ledger,
-    newest: Manifest | None,
-    allow_partial: bool,
-    allow_repeated: bool,
-    grace_seconds: float,
+    ledger: Ledger, newest: Manifest | None, allow_partial: bool, allow_repeated: bool, grace_seconds: float
 ) -> Manifest:
     store, spec = ledger.store, ledger.spec()
     listed, plans, quarantined = ledger.dated_commits(), ledger.plans(), ledger.quarantines()
@@ -115,7 +111,7 @@ def _snapshot(
 
 
 def _check_present(store: Store, files: list[ManifestFile], data: Mapping[str, ObjectInfo]) -> None:
-    """By one listing instead of a HEAD a file; S3's listings are strongly consistent."""
+    """Raise MissingObject for a file that a listing lacks: one request; S3's listings are strongly consistent."""
     for entry in files:
         there = data.get(entry.path)
         if there is None or there.size != entry.size:

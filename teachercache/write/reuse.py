@@ -1,4 +1,4 @@
-"""Re-use: rows that are already committed under the same spec are copied instead of being computed again.
+"""ReuseIndex: rows that are already committed under the same spec are copied instead of being computed again.
 
 The index holds the content_key of every record of every live commit (never of anything uncommitted): 32 bytes each.
 """
@@ -29,6 +29,7 @@ class ReuseIndex:
     """content_key -> the committed record. Build one per process; it does not see later commits."""
 
     def __init__(self, store: Store, spec: CacheSpec) -> None:
+        """Read the content_key column of every live file: one request a row group, eight at a time."""
         self._store, self._spec = store, spec
         ledger = Ledger(store, spec)
         commits, newest = ledger.commits(), ledger.newest_manifest()
@@ -49,7 +50,10 @@ class ReuseIndex:
         return self._find(content_key) is not None
 
     def get(self, content_key: bytes) -> Record | None:
-        """The committed record, or None. Give it its new doc_id, split, source, mask and meta by dataclasses.replace."""
+        """Return the committed record, or None.
+
+        Give it its new doc_id, split, source, mask and meta by dataclasses.replace.
+        """
         i = self._find(content_key)
         if i is None:
             return None

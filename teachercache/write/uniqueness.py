@@ -1,4 +1,4 @@
-"""No document twice, and no content in two splits: checked over all files before a manifest is published."""
+"""Refuse a document that is there twice, and content in two splits, over all files before a manifest is published."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ Keys = npt.NDArray[np.void]  # 16-byte hashes
 
 @dataclass(frozen=True, slots=True)
 class Uniqueness:
+    """What a check over all files counted."""
+
     documents: int  # distinct (split, source, doc_id)
-    repeated_content: int  # windows whose content_key stands in another split too
+    repeated_content: int  # windows whose content_key is in another split too
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +36,23 @@ class _FileKeys:
 
 
 def check_unique(
-    store: Store,
-    files: Sequence[FileEntry],
-    spec: CacheSpec,
-    *,
-    allow_repeated_content: bool = False,
+    store: Store, files: Sequence[FileEntry], spec: CacheSpec, *, allow_repeated_content: bool = False
 ) -> Uniqueness:
     """Raise DuplicateDocument or RepeatedContent. Reads the key columns of every file: about 40 bytes a record."""
     with ThreadPoolExecutor(THREADS) as pool:
-        keys = list(pool.map(lambda entry: _file_keys(store, entry, spec), files))
+        keys = list(pool.map(lambda entry: _keys_of(store, entry, spec), files))
     _refuse_duplicates(store, files, keys, spec)
     repeated = _count_repeated(files, keys)
     if repeated and not allow_repeated_content:
         raise RepeatedContent(
-            f"{store.url}: {repeated} records hold content that stands in another split too, so held-out text would leak into "
+            f"{store.url}: {repeated} records hold content that is in another split too, so held-out text would leak into "
             "training; remove it from the corpus, or allow it on purpose (allow_repeated_content)."
         )
     documents = np.concatenate([k.documents for k in keys]) if keys else np.empty(0, dtype="V16")
     return Uniqueness(documents=len(np.unique(documents)), repeated_content=repeated)
 
 
-def _file_keys(store: Store, entry: FileEntry, spec: CacheSpec) -> _FileKeys:
+def _keys_of(store: Store, entry: FileEntry, spec: CacheSpec) -> _FileKeys:
     windows: list[bytes] = []
     documents: set[bytes] = set()
     content: list[bytes] = []
@@ -68,14 +66,14 @@ def _file_keys(store: Store, entry: FileEntry, spec: CacheSpec) -> _FileKeys:
                 windows.append(_hash(f"{prefix}{doc_id}\0{window}"))
                 documents.add(_hash(prefix + doc_id))
             content += block.content_key
-    return _FileKeys(_keys(windows), _keys(sorted(documents)), _keys(content))
+    return _FileKeys(_as_keys(windows), _as_keys(sorted(documents)), _as_keys(content))
 
 
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _keys(values: Sequence[bytes]) -> Keys:
+def _as_keys(values: Sequence[bytes]) -> Keys:
     return np.frombuffer(b"".join(values), dtype="V16")
 
 
@@ -90,18 +88,17 @@ def _refuse_duplicates(store: Store, files: Sequence[FileEntry], keys: list[_Fil
         return
     ends = np.cumsum([len(k.windows) for k in keys])
     first, second = (int(np.searchsorted(ends, order[twice[0] + i], side="right")) for i in (0, 1))
-    shared = (
-        set(_names(store, files[first], spec)) & set(_names(store, files[second], spec)) if first != second else set()
-    )
+    entry, shared = files[second], set()
+    if first != second:
+        shared = set(_read_names(store, files[first], spec)) & set(_read_names(store, entry, spec))
     doc_id, window = min(shared) if shared else ("?", 0)
-    entry = files[second]
     raise DuplicateDocument(
         f"{store.url}: {twice.size} records are committed twice; first: {doc_id!r} window {window} of split {entry.split}"
         f", source {entry.source} in {files[first].path} and {entry.path}; nothing was published."
     )
 
 
-def _names(store: Store, entry: FileEntry, spec: CacheSpec) -> list[tuple[str, int]]:
+def _read_names(store: Store, entry: FileEntry, spec: CacheSpec) -> list[tuple[str, int]]:
     with DataFile(store, entry, spec) as file:
         names: list[tuple[str, int]] = []
         for block in file.blocks({"doc_id", "window"}):

@@ -15,6 +15,7 @@ from teachercache.format.objects import Manifest, Plan, Quarantine
 from teachercache.format.record import Record
 from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import CacheSpec
+from teachercache.parquet.datafile import ROWS_PER_GROUP
 from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.write.attempt import GRACE_SECONDS, CommitResult, ShardAttempt
@@ -32,7 +33,7 @@ def create(
     storage_options: Mapping[str, Any] | None = None,
     probe: bool = True,
 ) -> CacheWriter:
-    """A writer on a new cache, or on an existing one whose spec is equal.
+    """Create a cache, or append to an existing one whose spec is equal; returns its writer.
 
     Probes the store first (StoreUnsafe where it ignores conditional writes). A cache of another teacher raises
     SpecMismatch, which names every field that differs; nothing is written then. `tokenizer_files` is a folder whose
@@ -67,9 +68,20 @@ class CacheWriter:
     """Commits shards of one cache. Any number of writers, in any number of processes, may work on one cache."""
 
     def __init__(
-        self, store: Store, spec: CacheSpec, *, codec: str = "open", grace_seconds: float = GRACE_SECONDS
+        self,
+        store: Store,
+        spec: CacheSpec,
+        *,
+        codec: str = "open",
+        grace_seconds: float = GRACE_SECONDS,
+        rows_per_group: int = ROWS_PER_GROUP,
     ) -> None:
+        """Write to the cache at a store's root, whose spec is `spec`; `create` checks that and probes the store.
+
+        Every writer and collector of a cache must have the same `grace_seconds`.
+        """
         self.store = store
+        self.rows_per_group = rows_per_group
         self.spec = spec
         self.ledger = Ledger(store, spec)
         self.codec = codec
@@ -77,6 +89,7 @@ class CacheWriter:
 
     @property
     def url(self) -> str:
+        """Return where the cache is."""
         return self.store.url
 
     def put_plan(self, plan: Plan) -> str:
@@ -94,10 +107,11 @@ class CacheWriter:
         return self.ledger.committed()
 
     def new_attempt(self, shard_id: str, folder: Path | None = None) -> ShardAttempt:
-        """One execution of a shard; its files are built below `folder` (TMPDIR by default)."""
+        """Begin one execution of a shard; its files are built below `folder` (TMPDIR by default)."""
         return ShardAttempt(
-            self.store, self.spec, shard_id, codec=self.codec, grace_seconds=self.grace_seconds, folder=folder
-        )
+            self.store, self.spec, shard_id, codec=self.codec, grace_seconds=self.grace_seconds, folder=folder,
+            rows_per_group=self.rows_per_group,
+        )  # fmt: skip
 
     def commit(
         self,
@@ -144,12 +158,12 @@ class CacheWriter:
         self.store.create(layout.quarantine_path(shard_id, attempt), seal(entry))
 
     def quarantined(self) -> dict[str, Quarantine]:
-        """The last quarantine of every shard that has one and no commit."""
+        """Return the last quarantine of every shard that has one and no commit."""
         committed = self.committed()
         return {shard: entry for shard, entry in self.ledger.quarantines().items() if shard not in committed}
 
     def reuse_index(self) -> ReuseIndex:
-        """content_key -> the committed record with those rows; see `teachercache.write.reuse`."""
+        """Return content_key -> the committed record with those rows; see `teachercache.write.reuse`."""
         return ReuseIndex(self.store, self.spec)
 
     def publish(self, *, allow_partial: bool = False, allow_repeated_content: bool = False) -> Manifest:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import teachercache
 from teachercache.errors import CorruptFile
 from teachercache.format.record import round_logprobs
-from teachercache.parquet.compact import MAX_L1, _grid, quantise
+from teachercache.parquet.compact import MAX_L1, grid, quantise
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.verify import verify
@@ -60,7 +60,7 @@ def test_the_bound_and_the_mass_hold_for_rows_of_every_shape(seed, spread, cover
     logprobs = scores - np.log(np.exp(scores).sum(1, keepdims=True)) + np.log(covered)
     level, scale, error = quantise(round_logprobs(logprobs))
     assert error.max() <= MAX_L1
-    restored = np.stack([np.exp(-_grid(int(j))[row]) for row, j in zip(level, scale, strict=True)])
+    restored = np.stack([np.exp(-grid(int(j))[row]) for row, j in zip(level, scale, strict=True)])
     assert restored.sum(1).max() <= 1 + 1e-3
     assert abs(restored.sum(1) - np.exp(round_logprobs(logprobs)).sum(1)).max() <= MAX_L1
 
