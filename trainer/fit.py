@@ -49,6 +49,7 @@ class Stopped(TeacherCacheError):
     """The run was told to stop, saved itself and can be resumed by the same command."""
 
     code = "TC-T102"
+    remedy = "Run the same command to resume."
 
 
 def fit(config: TrainerConfig) -> dict[str, Any]:

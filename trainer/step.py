@@ -27,6 +27,7 @@ class TrainingDiverged(TeacherCacheError):
     """A loss or gradient is not finite, or far above the running mean; names the documents of the batch."""
 
     code = "TC-T101"
+    remedy = "Lower optim.lr or raise its warm-up, and resume from the last checkpoint."
 
 
 @dataclass(frozen=True)

@@ -132,10 +132,10 @@ def test_an_export_is_a_folder_that_readers_of_data_sets_take(cache, tmp_path):
         export(cache, folder)
 
 
-def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path, monkeypatch):
+def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path):
     """A rare meta value makes some row groups all null; readers of a data set want the same columns in every file."""
-    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 100)
     writer = teachercache.create(tmp_path / "cache", SPEC)
+    writer.rows_per_group = 100
     records = [
         dataclasses.replace(r, meta={"stars": 5} if i in (7, 8) else {})
         for i, r in enumerate(synthetic_records(SPEC, 12))

@@ -66,9 +66,9 @@ def test_a_projection_reads_only_its_columns(tmp_path):
     assert [r.doc_id for r in cache.records(columns={"doc_id"}, limit=2)] == ["doc-00000", "doc-00001"]
 
 
-def test_records_span_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 50)
+def test_records_span_row_groups(tmp_path):
     writer = teachercache.create(tmp_path, SPEC)
+    writer.rows_per_group = 50
     records = synthetic_records(SPEC, 30)
     writer.commit("s", iter(records))
     writer.publish()
@@ -77,9 +77,9 @@ def test_records_span_row_groups(tmp_path, monkeypatch):
     assert all(r.same_as(expected(w)) for r, w in zip(cache.records(), records, strict=True))
 
 
-def test_meta_columns_may_appear_late_and_change_type(tmp_path, monkeypatch):
-    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 20)
+def test_meta_columns_may_appear_late_and_change_type(tmp_path):
     writer = teachercache.create(tmp_path, SPEC)
+    writer.rows_per_group = 20
     metas = [{"n": 1}] * 10 + [{"n": 2, "url": "u"}] * 10 + [{"n": "three"}] * 10
     records = [dataclasses.replace(r, meta=m) for r, m in zip(synthetic_records(SPEC, 30), metas, strict=True)]
     writer.commit("s", records)

@@ -13,8 +13,8 @@ import pytest
 
 import teachercache
 from teachercache.errors import StoreUnavailable, UsageError
+from teachercache.parquet.datafile import DataFile
 from teachercache.read.disk_cache import DiskCache
-from teachercache.read.stream import RecordStream
 from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 
@@ -25,13 +25,12 @@ SHARDS, PER_SHARD = 5, 23
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     url = tmp_path_factory.mktemp("stream") / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 120)  # several row groups a file
-        writer = teachercache.create(url, SPEC)
-        for i in range(SHARDS):
-            writer.commit(f"s{i}", synthetic_records(SPEC, PER_SHARD, seed=i, prefix=f"s{i}"))
-        writer.commit("h", synthetic_records(SPEC, 3, seed=9, prefix="h", split="heldout"))
-        writer.publish()
+    writer = teachercache.create(url, SPEC)
+    writer.rows_per_group = 120  # several row groups a file
+    for i in range(SHARDS):
+        writer.commit(f"s{i}", synthetic_records(SPEC, PER_SHARD, seed=i, prefix=f"s{i}"))
+    writer.commit("h", synthetic_records(SPEC, 3, seed=9, prefix="h", split="heldout"))
+    writer.publish()
     return teachercache.open(url)
 
 
@@ -119,12 +118,12 @@ def test_streams_of_one_node_share_a_bounded_disk_cache(cache, tmp_path):
     for _ in range(2):
         with cache.stream(seed=3, cache_dir=tmp_path, cache_bytes=bound) as stream:
             assert [next(stream).doc_id for _ in range(200)] == plain
-            assert 0 < stream._disk.size() <= bound
+            assert 0 < DiskCache(tmp_path, bound).size() <= bound
 
 
-def test_streaming_over_s3_equals_streaming_from_disk(s3_url, monkeypatch):
-    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 120)
+def test_streaming_over_s3_equals_streaming_from_disk(s3_url):
     writer = teachercache.create(s3_url, SPEC)
+    writer.rows_per_group = 120
     records = synthetic_records(SPEC, 40)
     writer.commit("s", records)
     writer.publish()
@@ -161,14 +160,14 @@ def test_a_stream_outlives_lost_connections_and_short_answers(s3_url, monkeypatc
 def test_a_stream_that_raised_goes_on_where_it_was_instead_of_ending(cache, shuffle, monkeypatch):
     """A caller that catches the error and asks again must not take the silence for the end of the data."""
     plain = names(cache.stream(shuffle=shuffle, shuffle_groups=2, repeat=False))
-    real, calls = RecordStream._read, itertools.count()
+    real, calls = DataFile.read_group, itertools.count()
 
-    def fails_once(stream, unit):
+    def fails_once(file, i, columns=None):
         if next(calls) == 5:
             raise StoreUnavailable("the store went away")
-        return real(stream, unit)
+        return real(file, i, columns)
 
-    monkeypatch.setattr(RecordStream, "_read", fails_once)
+    monkeypatch.setattr(DataFile, "read_group", fails_once)
     found = []
     with cache.stream(shuffle=shuffle, shuffle_groups=2, repeat=False) as stream:
         with pytest.raises(StoreUnavailable):

@@ -32,8 +32,8 @@ from tests.teachercache.faultfs import ClientError, FaultFS
 SPEC = synthetic_spec()
 
 
-def make(url, count: int = 5) -> teachercache.Cache:
-    writer = teachercache.create(url, SPEC, probe=False)
+def make(url, count: int = 5, **options) -> teachercache.Cache:
+    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
     writer.commit("s", synthetic_records(SPEC, count))
     writer.publish()
     return teachercache.open(url)
@@ -196,8 +196,7 @@ def test_columns_given_as_one_string_are_refused_as_that(tmp_path):
 
 def test_a_file_is_not_closed_while_a_row_group_is_read_ahead(tmp_path, monkeypatch):
     """Closing a memory-mapped file under a reading thread kills the process."""
-    monkeypatch.setattr("teachercache.parquet.datafile.ROWS_PER_GROUP", 50)
-    cache = make(tmp_path / "cache", 20)
+    cache = make(tmp_path / "cache", 20, rows_per_group=50)
     real_read, real_close, reading, overlaps = DataFile.read_group, DataFile.close, set(), []
 
     def slow_read(self, i, columns=None):

@@ -273,7 +273,7 @@ def test_content_in_two_splits_is_counted_and_refused_unless_told(tmp_path):
     writer = writer_with(tmp_path, range(2))
     leak = dataclasses.replace(synthetic_records(SPEC, 4, seed=1, prefix="s1")[0], doc_id="leaked", split="heldout")
     writer.commit("h", [leak])
-    with pytest.raises(RepeatedContent, match="2 records hold content that stands in another split"):
+    with pytest.raises(RepeatedContent, match="2 records hold content that is in another split"):
         writer.publish()
     assert writer.ledger.manifest_numbers() == [1]
     assert writer.publish(allow_repeated_content=True).repeated_content == 2
