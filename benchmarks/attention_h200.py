@@ -9,9 +9,7 @@ products to the two of the forward pass). The yardstick is SDPA cuDNN on one pla
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,30 +18,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.bench.loss import machine
+from trainer.bench.measure import GIB, machine, save, seconds
 from trainer.model.attention import (
     KINDS,
     DocumentLayout,
     document_attention,
     sdpa_causal,
 )
-
-
-def timed(function: Callable[[], object], device: torch.device, repeats: int, inner: int = 10) -> float:
-    """Seconds of one call: the fastest of `repeats` runs of `inner` calls back to back, so that the host stays ahead."""
-
-    def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(inner):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - started) / inner
-
-    once()
-    return min(once() for _ in range(repeats))
 
 
 def measure(
@@ -53,7 +34,15 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> dict[str, float]:
-    """Forward and backward TFLOP/s of attend(q, k, v) -> [1, T, H, D] on heads = (H, H_kv, D)."""
+    """Return forward and backward TFLOP/s of attend(q, k, v) -> [1, T, H, D] on heads = (H, H_kv, D).
+
+    A time is the fastest of `repeats` runs of ten calls back to back, so that the host stays ahead.
+    """
+
+    def timed(call: Callable[[], object]) -> float:
+        call()
+        return min(seconds(call, device, calls=10) for _ in range(repeats))
+
     num_heads, num_kv, size = heads
     total = sum(lengths)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -66,11 +55,11 @@ def measure(
     grad = torch.randn(1, total, num_heads, size, device=device, dtype=dtype)
     on_gpu = device.type == "cuda"
     with torch.no_grad():
-        forward = timed(lambda: attend(q, k, v), device, repeats)
+        forward = timed(lambda: attend(q, k, v))
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    both = timed(lambda: attend(q, k, v).backward(grad), device, repeats)
+    both = timed(lambda: attend(q, k, v).backward(grad))
     extra = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
     work = 2.0 * sum(float(n) ** 2 for n in lengths) * num_heads * size
     return {
@@ -79,14 +68,14 @@ def measure(
         "forward_tflops": work / forward / 1e12,
         "backward_tflops": 2.5 * work / max(both - forward, 1e-9) / 1e12,
         "both_tflops": 3.5 * work / both / 1e12,
-        "extra_gib": extra / 2**30,
+        "extra_gib": extra / GIB,
     }
 
 
 def run(
     device: torch.device, *, tiny: bool = False, repeats: int = 3, kinds: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """All rows; an error becomes the row's text. Prints each as it is taken."""
+    """Return all rows, each printed as it is taken; an error becomes the row's text."""
     total, heads = (512, (4, 2, 16)) if tiny else (32_768, (24, 8, 128))
     if kinds is None:
         kinds = [kind for kind in KINDS if kind != "plain"] if device.type == "cuda" else ["documents", "plain"]
@@ -137,6 +126,7 @@ def _random_lengths(total: int, generator: torch.Generator) -> list[int]:
 
 
 def main() -> None:
+    """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a smoke test of the script")
@@ -145,10 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     rows = run(device, tiny=arguments.tiny, kinds=arguments.kinds.split(",") if arguments.kinds else None)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        report = {"machine": machine(device), "rows": rows}
-        (arguments.out / "attention.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    save(arguments.out, "attention.json", {"machine": machine(device), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from teachercache.fingerprint import fingerprint_config, fingerprint_tokenizer, 
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec, TeacherSpec
 from teachercache.testing import synthetic_spec
-from trainer.bench.loss import machine
+from trainer.bench.measure import GIB, machine
 from trainer.config import TrainerConfig
 from trainer.data.dataset import PackedCache, PackedSequence
 from trainer.evaluate import evaluate
@@ -73,7 +73,7 @@ class Corpus:
 
 
 def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
-    """Python's language reference and library source, by the teacher's tokenizer; every tenth document is held out."""
+    """Return Python's language reference and library source, by the teacher's tokenizer; every tenth document is held out."""
     import sysconfig
     from pydoc_data.topics import topics
 
@@ -98,7 +98,7 @@ def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens:
 
 
 def random_text(max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
-    """Documents over a few tokens, for the smoke test."""
+    """Return documents over a few tokens, for the smoke test."""
     rng = np.random.default_rng(0)
 
     def documents(tokens: int) -> list[list[int]]:
@@ -109,7 +109,7 @@ def random_text(max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corp
 
 @torch.no_grad()
 def teacher_record(teacher: torch.nn.Module, ids: list[int], doc_id: str, split: str, top_k: int) -> Record:
-    """One document's rows as the pipeline stores them: float32 softmax over the full vocabulary, all positions."""
+    """Return one document's rows as the pipeline stores them: float32 softmax over the full vocabulary, all positions."""
     device = next(teacher.parameters()).device
     tokens = torch.tensor(ids, device=device)
     layout = DocumentLayout((len(ids),), "documents", device)
@@ -120,17 +120,22 @@ def teacher_record(teacher: torch.nn.Module, ids: list[int], doc_id: str, split:
     mask = np.ones(len(ids), dtype=bool)
     mask[-1] = False
     return Record(
-        doc_id=doc_id, split=split, input_ids=np.array(ids, dtype=np.int32),
-        row_pos=np.arange(len(ids), dtype=np.int32), topk_ids=rows.topk_ids.int().cpu().numpy(),
-        topk_logprobs=rows.topk_logprobs.float().cpu().numpy(), tail_logprob=rows.tail_logprob.float().cpu().numpy(),
-        target_logprob=np.append(target, np.float32("nan")), loss_mask=mask,
-    )  # fmt: skip
+        doc_id=doc_id,
+        split=split,
+        input_ids=np.array(ids, dtype=np.int32),
+        row_pos=np.arange(len(ids), dtype=np.int32),
+        topk_ids=rows.topk_ids.int().cpu().numpy(),
+        topk_logprobs=rows.topk_logprobs.float().cpu().numpy(),
+        tail_logprob=rows.tail_logprob.float().cpu().numpy(),
+        target_logprob=np.append(target, np.float32("nan")),
+        loss_mask=mask,
+    )
 
 
 def write_caches(
     teacher: torch.nn.Module, corpus: Corpus, spec: CacheSpec, folder: Path, codecs: set[str]
 ) -> dict[str, teachercache.Cache]:
-    """The same records in a cache of each codec."""
+    """Write the same records into a cache of each codec."""
     records = [
         teacher_record(teacher, ids, f"{split}-{index:05d}", split, spec.top_k)
         for split, documents in (("train", corpus.train), ("heldout", corpus.heldout))
@@ -146,20 +151,25 @@ def write_caches(
 
 
 def cache_spec(teacher: Path, config: Any, top_k: int) -> CacheSpec:
+    """Return the identity of the teacher's cache."""
     if not (teacher / "tokenizer.json").exists():
         return synthetic_spec(vocab_size=config.vocab_size, top_k=top_k)
     return CacheSpec(
         teacher=TeacherSpec(
-            name=teacher.name, weights_digest=fingerprint_weights(teacher), config_digest=fingerprint_config(teacher),
-            dtype="float32", engine="hf", head_dtype="float32",
+            name=teacher.name,
+            weights_digest=fingerprint_weights(teacher),
+            config_digest=fingerprint_config(teacher),
+            dtype="float32",
+            engine="hf",
+            head_dtype="float32",
         ),
         tokenizer=fingerprint_tokenizer(teacher),
         top_k=top_k,
-    )  # fmt: skip
+    )
 
 
 def read_sequences(cache: teachercache.Cache, split: str, seq_len: int, count: int, seed: int) -> list[PackedSequence]:
-    """The first `count` packed sequences of an endless shuffled pass, or one pass in order where count is 0."""
+    """Return the first `count` packed sequences of an endless shuffled pass, or one pass in order where count is 0."""
     if not count:
         return list(PackedCache(cache, split=split, seq_len=seq_len, shuffle=False, epochs=1))
     return list(islice(PackedCache(cache, split=split, seq_len=seq_len, epochs=None, seed=seed), count))
@@ -177,6 +187,7 @@ class Run:
 
     @classmethod
     def parse(cls, name: str, seed: int) -> Run:
+        """Return the run of that name."""
         method, *rest = name.split("/")
         tail = rest[0] if rest and rest[0] in TAILS else (None if method == "online" else "bucket")
         top_k = next((int(part[1:]) for part in rest if part.startswith("K")), None)
@@ -195,15 +206,20 @@ def train(
     arguments: argparse.Namespace,
     vocab_size: int,
 ) -> dict[str, Any]:
-    """Train one student and measure it; returns the curve, the figures, and time and memory of a step."""
+    """Train one student and measure it; return the curve, the figures, and time and memory of a step."""
     device = next(teacher.parameters()).device
     # Float32 has one path on a GPU; for bf16, varlen needs no compilation for each new shape.
     kind = "varlen" if run.master and device.type == "cuda" else "documents"
     optim = {"lr": arguments.lr, "warmup_steps": arguments.warmup, "master": run.master or "auto"}
     config = TrainerConfig(
-        cache="memory", student=str(folder), teacher="live", loss=run.loss, data={"top_k": run.top_k}, optim=optim,
+        cache="memory",
+        student=str(folder),
+        teacher="live",
+        loss=run.loss,
+        data={"top_k": run.top_k},
+        optim=optim,
         seed=arguments.seed,
-    )  # fmt: skip
+    )
     torch.manual_seed(arguments.seed)
     dtype = torch.bfloat16 if run.master else torch.float32
     model = student.load_student(folder, dtype=dtype, device=device).train()
@@ -218,7 +234,7 @@ def train(
         started = time.perf_counter()
         curve.append(step.run([sequences[number]], lr=lr).loss)
         times.append(time.perf_counter() - started)
-    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+    memory = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
     figures = evaluate(model, heldout, vocab_size=vocab_size, attention_kind=kind, teacher=teacher)
     return {
         "run": name,
@@ -230,7 +246,7 @@ def train(
 
 
 def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The claims in numbers: methods agree with each other, and students of the cache with the one of the live teacher."""
+    """Return the claims in numbers: methods agree with each other, and students of the cache with the one of the live teacher."""
     by_run = {result["run"]: result for result in results}
     claims: dict[str, Any] = {}
     for other in ("forward_chunked", "fused"):
@@ -250,6 +266,7 @@ def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Draw the curves and the held-out KL of every run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -276,7 +293,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """parity.json and parity.svg, as far as the report has come."""
+    """Write parity.json and parity.svg, as far as the report has come."""
     report["claims"] = verdict(report["results"])
     text = json.dumps(report, indent=1)
     # A curve in one line, five digits of each loss.
@@ -289,7 +306,7 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     live = next((result["heldout_kl_full_vocabulary"] for result in results if result["run"] == "online"), math.nan)
     lines = [
         "| run | held-out KL, full vocabulary | over online | KL of K+1 outcomes | top-1 | perplexity | ECE | step | memory |",
@@ -306,7 +323,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def merge(paths: list[Path], out: Path) -> None:
-    """Runs of one setting that were taken by several commands, as one report."""
+    """Write runs of one setting that were taken by several commands as one report."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     for other in reports[1:]:
         if other["before"]["heldout_kl"] != reports[0]["before"]["heldout_kl"]:
@@ -317,18 +334,26 @@ def merge(paths: list[Path], out: Path) -> None:
 
 
 def tiny_teacher(out: Path) -> Path:
+    """Write a random teacher for the smoke test."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.4, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(shape).save_pretrained(out)
     return out
 
 
 def main() -> None:
+    """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, help="a Hugging Face folder")
     parser.add_argument("--out", type=Path, required=True)

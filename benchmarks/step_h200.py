@@ -18,8 +18,6 @@ after the budget is spent:
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
 import sys
 import time
@@ -36,56 +34,48 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import attention_h200
 from trainer import optim
-from trainer.bench.loss import machine
-from trainer.bench.step import (
-    Bench,
-    Case,
-    Result,
-    synthetic_sequence,
-)
+from trainer.bench.measure import machine, release_memory, save
+from trainer.bench.step import StepBench, StepCase, StepFigures, synthetic_sequence
 from trainer.flops import measured_matmul_rate
-from trainer.step import Step
 
 GROUPS = ("attention", "rate", "bf16", "documents", "lengths", "long", "compile", "profile")
 DEFAULT = "attention,rate,bf16,documents,lengths,profile"
 
 
-def cases(group: str, on_gpu: bool) -> list[tuple[Case, int]]:
-    """(case, timed repeats) of a group; long ones are timed once and not warmed up."""
+def cases(group: str, on_gpu: bool) -> list[tuple[StepCase, int]]:
+    """Return (case, timed repeats) of a group; long ones are timed once and not warmed up."""
     kind = "mixed" if on_gpu else "documents"
-    case = Case(32_768, attention=kind)
-    if group == "rate":
-        return [(replace(case, policy=policy), 2) for policy in ("keep-matmuls", "keep-attention", "full", "none")]
-    if group == "bf16":
-        return [(replace(case, policy=policy), 2) for policy in ("none", "keep-matmuls")]
-    if group == "documents":
-        paths = ("mixed", "varlen", "flex") if on_gpu else ("documents", "plain")
-        return [
+    case = StepCase(32_768, attention=kind)
+    tiled = replace(case, policy="keep-attention", mlp_tile=32_768)
+    paths = ("mixed", "varlen", "flex") if on_gpu else ("documents", "plain")
+    grid: dict[str, list[tuple[StepCase, int]]] = {
+        "rate": [(replace(case, policy=policy), 2) for policy in ("keep-matmuls", "keep-attention", "full", "none")],
+        "bf16": [(replace(case, policy=policy), 2) for policy in ("none", "keep-matmuls")],
+        "documents": [
             (replace(case, policy="keep-matmuls", documents=count, attention=path), 2)
             for count in (8, 64)
             for path in paths
-        ]
-    if group == "lengths":
-        return [
-            (Case(8_192, "none", kind), 2),
-            (Case(16_384, "none", kind), 2),
-            (Case(65_536, "keep-attention", kind), 1),
-            (Case(131_072, "keep-attention", kind, mlp_tile=32_768), 0),
-            (Case(262_144, "keep-attention", kind, mlp_tile=32_768), 0),
-        ]
-    if group == "long":
-        return [(Case(524_288, "offload", kind, mlp_tile=32_768), 0)]
-    if group == "compile":
-        return [(replace(case, policy="none", compile=True), 2)]
-    return []
+        ],
+        "lengths": [
+            (replace(case, tokens=8_192), 2),
+            (replace(case, tokens=16_384), 2),
+            (replace(case, tokens=65_536, policy="keep-attention"), 1),
+            (replace(tiled, tokens=131_072), 0),
+            (replace(tiled, tokens=262_144), 0),
+        ],
+        "long": [(replace(tiled, tokens=524_288, policy="offload"), 0)],
+        "compile": [(replace(case, compile=True), 2)],
+    }
+    return grid.get(group, [])
 
 
-def shrink(case: Case) -> Case:
-    """The same case at a size for a smoke test."""
+def shrink(case: StepCase) -> StepCase:
+    """Return the same case at a size for a smoke test."""
     return replace(case, tokens=case.tokens // 128, mlp_tile=case.mlp_tile and case.mlp_tile // 128)
 
 
-def report_row(result: Result, group: str, peak: float | None) -> dict[str, Any]:
+def report_row(result: StepFigures, group: str, peak: float | None) -> dict[str, Any]:
+    """Print a row and return it for the report."""
     if result.seconds is None:
         print(f"{group:>10} | {result.case.label():<52} | {result.error}", flush=True)
     else:
@@ -99,28 +89,25 @@ def report_row(result: Result, group: str, peak: float | None) -> dict[str, Any]
     return {"group": group, **asdict(result)}
 
 
-def profile(bench: Bench, case: Case, rows: int = 22) -> list[dict[str, Any]]:
-    """The kernels of one step by total time, after one warm-up."""
+def profile(bench: StepBench, case: StepCase, rows: int = 22) -> list[dict[str, Any]]:
+    """Return the kernels of one step by total time, after one warm-up."""
     bench.run(case, repeats=0, warmup=1)
     sequence = synthetic_sequence(case.tokens, case.documents, bench.vocab_size)
-    step = Step(bench.model, bench.optimizer, bench.config, attention_kind=case.attention, vocab_size=bench.vocab_size)
+    step = bench.step(case.attention)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         step.run([sequence], lr=1e-5)
     events = [event for event in recorded.key_averages() if event.self_device_time_total > 0]
     total = sum(event.self_device_time_total for event in events)
-    events.sort(key=lambda event: -event.self_device_time_total)
     out = []
-    for event in events[:rows]:
-        share = event.self_device_time_total / total
-        print(
-            f"   profile | {share:6.2%} {event.self_device_time_total / 1e3:9.2f} ms x{event.count:<5} {event.key[:110]}"
-        )
-        out.append({"kernel": event.key[:200], "ms": event.self_device_time_total / 1e3, "count": event.count})
+    for event in sorted(events, key=lambda event: -event.self_device_time_total)[:rows]:
+        ms = event.self_device_time_total / 1e3
+        print(f"   profile | {1e3 * ms / total:6.2%} {ms:9.2f} ms x{event.count:<5} {event.key[:110]}")
+        out.append({"kernel": event.key[:200], "ms": ms, "count": event.count})
     return out
 
 
 def compiled_update_works(device: torch.device) -> bool:
-    """Whether the optimiser's compiled update runs here and equals the eager one; says why not."""
+    """Return whether the optimiser's compiled update runs here and equals the eager one; says why not."""
     results = []
     for eager in (True, False):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 1000, device=device).bfloat16())
@@ -144,6 +131,7 @@ def compiled_update_works(device: torch.device) -> bool:
 
 
 def main() -> None:
+    """Run the groups that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default="llama-3.2b")
@@ -170,37 +158,25 @@ def main() -> None:
     def left() -> float:
         return arguments.budget_s - (time.monotonic() - began)
 
-    def save() -> None:
-        if arguments.out:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "step_h200.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-
     if "attention" in wanted:
         report["attention"] = attention_h200.run(device, tiny=arguments.tiny)
-        save()
-    bench: Bench | None = None
+    bench: StepBench | None = None
     built = ""
     for group in [name for name in GROUPS if name in wanted and name != "attention"]:
         moments = "float32" if group == "rate" else "bfloat16"
-        if built != moments:
+        if bench is None or built != moments:
             bench = None
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
+            release_memory(device)
             started = time.monotonic()
-            dtype = torch.bfloat16
-            bench = Bench(
-                "tiny" if arguments.tiny else arguments.shape, device, dtype, optim={"state": moments, "clip_norm": 1.0}
-            )
-            built = moments
+            shape, optimizer = "tiny" if arguments.tiny else arguments.shape, {"state": moments, "clip_norm": 1.0}
+            bench, built = StepBench(shape, device, torch.bfloat16, optim=optimizer), moments
             print(
                 f"{bench.parameters / 1e9:.3f} B parameters in {time.monotonic() - started:.1f} s, {moments} moments, "
                 f"liger {'on' if bench.uses_liger else 'off'}",
                 flush=True,
             )
-        assert bench is not None
         if group == "profile" and on_gpu:
-            report["profile"] = profile(bench, Case(32_768 // (128 if arguments.tiny else 1), "none", "mixed"))
+            report["profile"] = profile(bench, StepCase(32_768 // (128 if arguments.tiny else 1)))
         for case, repeats in cases(group, on_gpu):
             if left() < 0:
                 print(f"{group:>10} | {case.label()} | not started: the budget is spent", flush=True)
@@ -211,8 +187,8 @@ def main() -> None:
             if result.seconds is None and case.policy == "keep-attention" and left() > 0:
                 case = replace(case, policy="full")
                 report["rows"].append(report_row(bench.run(case, repeats=1, warmup=0), group, peak))
-            save()
-    save()
+            save(arguments.out, "step_h200.json", report)
+    save(arguments.out, "step_h200.json", report)
     print(f"done in {time.monotonic() - began:.0f} s", flush=True)
 
 

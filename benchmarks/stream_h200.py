@@ -17,7 +17,6 @@ octave, so that ends).
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -38,17 +37,17 @@ import teachercache
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec
 from teachercache.testing import synthetic_record, synthetic_spec
-from trainer.bench.loss import machine
-from trainer.bench.step import SHAPES, Bench
+from trainer.bench.measure import GIB, machine, save
+from trainer.bench.shapes import SHAPES
+from trainer.bench.step import StepBench
 from trainer.data.dataset import PackedCache, Prefetcher
 from trainer.flops import step_flops
 from trainer.model import activation
 from trainer.model.attention import DocumentLayout, choose_kind
-from trainer.step import Step
 
 
 def write_shard(url: str, spec: CacheSpec, documents: str, longest: int, tokens: int, shard: int) -> int:
-    """Commit one shard of about `tokens` rows; returns how many. A shard's content depends on its number alone."""
+    """Commit one shard of about `tokens` rows and return how many. A shard's content depends on its number alone."""
     rng = np.random.default_rng([len(documents), shard])
     records: list[Record] = []
     size = 0
@@ -63,7 +62,7 @@ def write_shard(url: str, spec: CacheSpec, documents: str, longest: int, tokens:
 
 
 def open_or_make(url: str, documents: str, vocab_size: int, longest: int, tokens: int) -> teachercache.Cache:
-    """The cache of one kind of documents, at least `tokens` rows of it, written by all cores if it is not there."""
+    """Open the cache of one kind of documents, at least `tokens` rows of it, written by all cores if it is not there."""
     try:
         return teachercache.open(url)
     except teachercache.errors.TeacherCacheError as error:
@@ -80,14 +79,12 @@ def open_or_make(url: str, documents: str, vocab_size: int, longest: int, tokens
 
 
 def run_case(
-    bench: Bench, cache: teachercache.Cache, policy: str, warmup: int, arguments: argparse.Namespace
+    bench: StepBench, cache: teachercache.Cache, policy: str, warmup: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Steps over one cache under one checkpointing policy; the summary leaves the warm-up out."""
+    """Take steps over one cache under one checkpointing policy; the summary leaves the warm-up out."""
     device = bench.device
     activation.apply_policy(bench.model, bench.layers, policy)
-    step = Step(
-        bench.model, bench.optimizer, bench.config, attention_kind=choose_kind(device), vocab_size=bench.vocab_size
-    )
+    step = bench.step(choose_kind(device))
     on_gpu = device.type == "cuda"
     dataset = PackedCache(cache, seq_len=arguments.seq_len, epochs=None, pad=on_gpu, block_sequences=2)
     prefetcher = Prefetcher(dataset, depth=3, pin=on_gpu)
@@ -102,12 +99,19 @@ def run_case(
         flops = step_flops(bench.model.config, bench.parameters, lengths)
         rows.append(
             {
-                "loss": result.loss, "rows": result.rows, "tokens": result.tokens, "documents": len(lengths),
-                "seconds": done - before, "wait_s": ready - before, "tflops": flops / (done - before) / 1e12,
-                "attention": DocumentLayout(sequence.document_lengths, step.attention_kind, device).path(torch.bfloat16),
+                "loss": result.loss,
+                "rows": result.rows,
+                "tokens": result.tokens,
+                "documents": len(lengths),
+                "seconds": done - before,
+                "wait_s": ready - before,
+                "tflops": flops / (done - before) / 1e12,
+                "attention": DocumentLayout(sequence.document_lengths, step.attention_kind, device).path(
+                    torch.bfloat16
+                ),
                 "counted": number >= warmup,
             }
-        )  # fmt: skip
+        )
         print(
             f"step {number + 1}: {rows[-1]['seconds']:.3f} s, waited {1e3 * rows[-1]['wait_s']:.1f} ms, {len(lengths)} "
             f"documents ({rows[-1]['attention']}), {rows[-1]['tflops']:.0f} TFLOP/s of model work, loss {result.loss:.4f}",
@@ -120,12 +124,13 @@ def run_case(
         "policy": policy,
         "tflops": sum(row["tflops"] * row["seconds"] for row in counted) / seconds,
         "data_wait": waited / seconds,
-        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None,
+        "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if on_gpu else None,
         "steps": rows,
     }
 
 
 def main() -> None:
+    """Run the cases that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", required=True, help="URL below which the caches are, or will be made")
     parser.add_argument("--cases", default="full:none:3,mixed:keep-matmuls:24", help="DOCUMENTS:POLICY:WARMUP, …")
@@ -153,7 +158,7 @@ def main() -> None:
             caches[documents] = cache
             took = time.monotonic() - started
             print(f"{cache.url}: {cache.manifest.rows:,} rows, ready after {took:.0f} s", flush=True)
-    bench = Bench(arguments.shape, device, torch.bfloat16, optim={"state": arguments.moments})
+    bench = StepBench(arguments.shape, device, torch.bfloat16, optim={"state": arguments.moments})
     report: dict[str, Any] = {"machine": machine(device), "shape": arguments.shape, "moments": arguments.moments}
     report["cases"] = {}
     for documents, policy, warmup in cases:
@@ -165,9 +170,7 @@ def main() -> None:
             f"{case['data_wait']:.2%} of the time",
             flush=True,
         )
-        if arguments.out:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "stream_h200.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        save(arguments.out, "stream_h200.json", report)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from teachercache.errors import TeacherCacheError, UsageError
-from trainer.bench.loss import bench_loss
-from trainer.bench.step import bench_step
+from trainer.bench.cli import bench_loss, bench_step
 from trainer.config import load_config
 
 app = typer.Typer(

@@ -1,1 +1,1 @@
-"""Benchmarks that ship with the trainer: one command each, results as JSON with the machine they ran on."""
+"""Measurements of the loss and of whole steps; only the two commands and benchmarks/ import them."""

@@ -72,6 +72,9 @@ def closed_form_loss(
     chunk_size: int = 4096,
     lean: bool = False,
 ) -> Tensor:
-    """Mean over rows of sum_S p (log p - log q). hidden [N, d], head_weight [V, d], topk_* [N, K]; scalar float32."""
+    """Return the mean over rows of sum_S p (log p - log q).
+
+    hidden [N, d], head_weight [V, d], topk_ids and topk_logprobs [N, K]; returns a scalar float32.
+    """
     loss: Tensor = _ClosedFormKL.apply(hidden, head_weight, topk_ids.long(), topk_logprobs, chunk_size, lean)
     return loss

@@ -1,0 +1,127 @@
+"""What every bench shares: the machine's description, time, peak memory, the file and the plot of results."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 1 << 30
+Points = Sequence[tuple[float, float | None]]
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return where and when figures were taken."""
+    info: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device.type,
+        "cpu_threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        import triton
+
+        gpu = torch.cuda.get_device_properties(device).name
+        return info | {"gpu": gpu, "cuda": torch.version.cuda, "triton": triton.__version__}
+    return info | {"cpu": platform.machine()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Collect garbage and give the allocator's free blocks back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Return the seconds of one call: by the host's clock, over `calls` of them back to back."""
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / calls
+
+
+def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median milliseconds of a call, after one warm-up; on a GPU by its own clock."""
+    call()
+    times = []
+    for _ in range(repeats):
+        if device.type != "cuda":
+            times.append(1e3 * seconds(call, device))
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(statistics.median(times))
+
+
+def _process_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: extra memory on CPU is measured on Linux only")
+
+
+def extra_gib(call: Callable[[], object], device: torch.device) -> float:
+    """Return the GiB that a call needs at its peak beyond those in use: allocated on a GPU, resident on a CPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - base) / GIB
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present
+    base = _process_bytes("VmRSS")
+    call()
+    return (_process_bytes("VmHWM") - base) / GIB
+
+
+def save(folder: Path | None, name: str, report: Mapping[str, Any]) -> None:
+    """Write folder/name as JSON; nothing without a folder."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def plot(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Points]], *, log_y: bool) -> None:
+    """Write one figure: a panel for each y label, in it a line for each name; a point without y is left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False)
+    for axis, (ylabel, lines) in zip(axes[0], panels.items(), strict=True):
+        for name, points in lines.items():
+            shown = [(x, y) for x, y in points if y is not None]
+            if shown:
+                axis.plot(*zip(*shown, strict=True), marker="o", label=name)
+        axis.set(xscale="log", yscale="log" if log_y else "linear", xlabel=xlabel, ylabel=ylabel, title=title)
+        axis.grid(visible=True, alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
+    figure.savefig(path, bbox_inches="tight")
+    pyplot.close(figure)
