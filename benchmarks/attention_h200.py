@@ -111,7 +111,7 @@ def run(
             documents = DocumentLayout(lengths, kind, device)
 
             def attend(q, k, v, documents=documents):
-                return document_attention(torch.nn.Module(), q, k, v, None, documents=documents)[0]
+                return document_attention(torch.nn.Module(), q, k, v, None, layout=documents)[0]
 
             add(kind, layout, lengths, attend)
     return rows

@@ -44,12 +44,12 @@ from teachercache.format.spec import CacheSpec, TeacherSpec
 from teachercache.testing import synthetic_spec
 from trainer.bench.measure import GIB, machine
 from trainer.config import TrainerConfig
-from trainer.data.dataset import PackedCache, PackedSequence
+from trainer.data import PackedCache, PackedSequence
 from trainer.evaluate import evaluate
 from trainer.losses import TeacherRows
 from trainer.model import student
 from trainer.model.attention import NAME, DocumentLayout
-from trainer.model.student import init_student
+from trainer.model.init_student import init_student
 from trainer.optim import build_optimizer, lr_factor
 from trainer.step import Step
 

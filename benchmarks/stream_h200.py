@@ -40,7 +40,7 @@ from teachercache.testing import synthetic_record, synthetic_spec
 from trainer.bench.measure import GIB, machine, save
 from trainer.bench.shapes import SHAPES
 from trainer.bench.step import StepBench
-from trainer.data.dataset import PackedCache, Prefetcher
+from trainer.data import PackedCache, Prefetcher
 from trainer.flops import step_flops
 from trainer.model import activation
 from trainer.model.attention import DocumentLayout, choose_kind

@@ -1,1 +1,1 @@
-"""Students: teachercache → packed batches → fused chunked KL → checkpoint.  Never imports ray or vllm."""
+"""Students: teachercache → packed batches → fused chunked KL → checkpoint. Never imports ray or vllm."""

@@ -14,34 +14,50 @@ PUT of checkpoints.json is the switch.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shutil
+import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import fsspec
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from teachercache.errors import TeacherCacheError, UsageError
-from trainer.patience import patiently
+from teachercache.errors import MissingObject, TeacherCacheError, UsageError
+from teachercache.store.failures import retry_while_unavailable
+from teachercache.store.store import Store
 
 INDEX = "checkpoints.json"
-STATE = "trainer_state.json"
-OPTIMIZER = "optimizer.pt"
+FINAL = "final"
+STORE_PATIENCE_S = 600.0
+"""How long a run waits for an object store that does not answer before it gives up."""
+T = TypeVar("T")
+
+
+def wait_for_store(action: Callable[[], T], what: str) -> T:
+    """Run `action`, again after growing pauses while the store is away, and say so on standard error.
+
+    Any other error is raised at once, an outage after STORE_PATIENCE_S.
+    """
+
+    def say(error: Exception, wait_s: float) -> None:
+        print(f"{what}: the store does not answer ({type(error).__name__}), again in {wait_s:.1f} s", file=sys.stderr)
+
+    return retry_while_unavailable(action, patience_s=STORE_PATIENCE_S, on_retry=say)
 
 
 class CheckpointEntry(BaseModel):
+    """One checkpoint of a run."""
+
     model_config = ConfigDict(frozen=True)
 
     step: int
     folder: str
-    files: dict[str, int]
-    """Size in bytes of each file: a download is compared with it."""
+    files: dict[str, int] = Field(description="size in bytes of each file: a download is compared with it")
     heldout_kl: float | None = None
 
 
@@ -53,91 +69,82 @@ class CheckpointIndex(BaseModel):
 
     @property
     def latest(self) -> CheckpointEntry | None:
+        """The newest checkpoint."""
         return self.checkpoints[-1] if self.checkpoints else None
 
     @property
     def best(self) -> CheckpointEntry | None:
+        """The checkpoint with the lowest held-out KL, of those that were evaluated."""
         measured = [entry for entry in self.checkpoints if entry.heldout_kl is not None]
         return min(measured, key=lambda entry: entry.heldout_kl or 0.0) if measured else None
 
 
 class CheckpointFolder:
-    """A run's output folder, local or on an object store."""
+    """A run's output folder, local or on an object store.
 
-    def __init__(self, url: str, *, patience_s: float = 600.0) -> None:
-        self.url, self._patience_s = url, patience_s
-        self.fs, self.root = fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if _remote(url) else {}))
-        self.local = Path(self.root) if not _remote(url) else None
+    Raises UsageError for a URL with credentials in it, before anything is opened. While the store is away every
+    operation waits (STORE_PATIENCE_S).
+    """
 
-    def _patiently(self, action: Callable[[], Any], what: str) -> Any:
-        return patiently(action, patience_s=self._patience_s, what=f"{what} {self.url}") if not self.local else action()
+    def __init__(self, url: str) -> None:
+        self.url, self.store = url, Store.open(url)
+        self.local = Path(self.store.root) if self.store.is_local else None
 
     def exists(self, name: str) -> bool:
-        return bool(self._patiently(lambda: self.fs.exists(f"{self.root}/{name}"), "looking at"))
+        """Return whether the run has a file of this name."""
+        return self._patiently(partial(self.store.exists, name), "looking at")
 
     def index(self) -> CheckpointIndex:
-        """What counts; empty when there is nothing yet. Raises TeacherCacheError when the file is damaged."""
-        path = f"{self.root}/{INDEX}"
+        """Return what counts; empty when there is nothing yet. Raises TeacherCacheError when the file is damaged."""
+        text = self.get_text(INDEX)
         try:
-            text = self._patiently(lambda: self.fs.cat_file(path), "reading")
-        except FileNotFoundError:
-            return CheckpointIndex()
-        try:
-            return CheckpointIndex.model_validate_json(text)
+            return CheckpointIndex.model_validate_json(text) if text else CheckpointIndex()
         except ValueError as error:
-            raise TeacherCacheError(f"{path} is damaged: remove it to start anew, or restore it") from error
+            raise TeacherCacheError(f"{self.url}/{INDEX} is damaged: remove it to start anew, or restore it") from error
 
-    def save(
-        self, step: int, write: Callable[[Path], None], *, heldout_kl: float | None, keep_last: int, keep_best: bool
-    ) -> CheckpointEntry:
-        """Let `write` fill an empty local folder, store it as the newest checkpoint, and drop the ones not kept."""
+    def save(self, step: int, write: Callable[[Path], None], *, heldout_kl: float | None, keep_last: int) -> None:
+        """Let `write` fill an empty local folder, store it as the newest checkpoint, and drop the ones not kept.
+
+        The `keep_last` newest are kept, and the one with the lowest held-out KL. Does nothing where `step` is stored.
+        """
         index = self.index()
-        known = [entry for entry in index.checkpoints if entry.step == step]
-        if known:
-            return known[0]
+        if any(entry.step == step for entry in index.checkpoints):
+            return
         with self._staging() as staging:
             write(staging)
             files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
             folder = f"step-{step:08d}" if self.local else f"step-{step:08d}-{uuid.uuid4().hex[:8]}"
             self._store(staging, folder)
-        entry = CheckpointEntry(step=step, folder=folder, files=files, heldout_kl=heldout_kl)
-        index.checkpoints.append(entry)
+        index.checkpoints.append(CheckpointEntry(step=step, folder=folder, files=files, heldout_kl=heldout_kl))
         kept = index.checkpoints[-keep_last:]
-        if keep_best and index.best is not None and index.best not in kept:
+        if index.best is not None and index.best not in kept:
             kept = [index.best, *kept]
-        dropped = [old for old in index.checkpoints if old not in kept]
-        self._write_index(CheckpointIndex(checkpoints=kept, finished=False))
-        for old in dropped:  # after the switch: a crash here leaves a folder too many, never one too few
-            self._patiently(partial(self._remove, old.folder), "removing from")
-        return entry
+        self._switch(CheckpointIndex(checkpoints=kept))
+        for old in index.checkpoints:  # after the switch: a crash here leaves a folder too many, never one too few
+            if old not in kept:
+                self._remove(old.folder)
 
     def finish(self, write: Callable[[Path], None]) -> None:
         """Store the final weights under `final` and mark the run finished."""
-        index = self.index()
         with self._staging() as staging:
             write(staging)
-            self._remove("final")
-            self._store(staging, "final")
-        self._write_index(index.model_copy(update={"finished": True}))
+            self._remove(FINAL)
+            self._store(staging, FINAL)
+        self._switch(self.index().model_copy(update={"finished": True}))
 
     def sweep(self) -> None:
         """Remove what a killed run left on an object store: checkpoints that were uploaded in part and never named.
 
-        For the start of a run, when nobody else writes here. (Locally `_Staging` and `_store` clear up as they go.)
+        For the start of a run, when no one else writes here. (Locally `_staging` and `_store` clear up as they go.)
         """
-        if self.local is not None:
-            return
         named = {entry.folder for entry in self.index().checkpoints}
-        try:
-            names = self._patiently(lambda: self.fs.ls(self.root, detail=False), "listing")
-        except FileNotFoundError:
-            return
-        for folder in (str(name).rstrip("/").rsplit("/", 1)[-1] for name in names):
-            if folder.startswith("step-") and folder not in named:
-                self._patiently(partial(self._remove, folder), "removing from")
+        if self.local is None:
+            for folder in self._patiently(partial(self.store.folders, ""), "listing"):
+                if folder.startswith("step-") and folder.rstrip("/") not in named:
+                    self._remove(folder.rstrip("/"))
 
     def fetch(self, entry: CheckpointEntry) -> Path:
-        """A local folder with the checkpoint's files; downloaded if it is remote.
+        """Return a local folder with the checkpoint's files; downloaded if it is remote.
 
         Raises TeacherCacheError, naming the file, when one is missing or has another size.
         """
@@ -147,93 +154,82 @@ class CheckpointFolder:
             found = path.stat().st_size if path.is_file() else None
             if found != size:
                 raise TeacherCacheError(
-                    f"checkpoint file {self.root}/{entry.folder}/{name} should have {size} bytes, found "
+                    f"checkpoint file {self.url}/{entry.folder}/{name} should have {size} bytes, found "
                     f"{'none' if found is None else found}: remove this checkpoint from {INDEX} to use an older one"
                 )
         return target
 
     def fetch_model(self, folder: str = "") -> Path:
-        """A local folder with the files of a model folder of this output, or of the URL itself; no sizes are known."""
+        """Return a local folder with the files of a model folder of this output, or of the URL itself."""
         if self.local:
             return self.local / folder
-        found = self._patiently(lambda: self.fs.ls(f"{self.root}/{folder}".rstrip("/"), detail=True), "listing")
-        return self._download(folder, [entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"])
+        prefix = f"{folder}/" if folder else ""
+        found = self._patiently(partial(self.store.list, prefix), "listing")
+        names = [info.path.removeprefix(prefix) for info in found]
+        return self._download(folder, [name for name in names if "/" not in name])
 
     def _download(self, folder: str, names: list[str]) -> Path:
         target = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         _downloads.add(target)
+
+        def copy(name: str) -> None:
+            path = f"{folder}/{name}" if folder else name
+            with (target / name).open("wb") as out:
+                self.store.download(path, self.store.head(path).size, out)
+
         for name in names:
-            source = "/".join(part for part in (self.root, folder, name) if part)
-            self._patiently(partial(self.fs.get_file, source, str(target / name)), "reading")
+            self._patiently(partial(copy, name), "reading")
         return target
 
-    def put_file(self, name: str, path: Path) -> None:
-        """Replace a file of the run by a local one."""
-        self._patiently(lambda: self.fs.put_file(str(path), f"{self.root}/{name}"), "writing")
-
-    def put_text(self, name: str, text: str) -> None:
-        """Replace a small file of the run (its logs, on an object store)."""
-        self._patiently(lambda: self.fs.pipe_file(f"{self.root}/{name}", text.encode()), "writing")
+    def put(self, name: str, data: bytes | Path) -> None:
+        """Replace a file of the run (its logs, its summary) by bytes or a local file."""
+        self._patiently(partial(self.store.replace, name, data), "writing")
 
     def get_text(self, name: str) -> str:
-        """A small file of the run, or "" if there is none."""
+        """Return a small file of the run, or "" if there is none."""
         try:
-            return self._patiently(lambda: self.fs.cat_file(f"{self.root}/{name}"), "reading").decode()
-        except FileNotFoundError:
+            return self._patiently(partial(self.store.read, name), "reading").decode()
+        except MissingObject:
             return ""
 
-    def _staging(self) -> _Staging:
-        return _Staging(self.local)
+    def _patiently(self, action: Callable[[], T], doing: str) -> T:
+        return action() if self.local else wait_for_store(action, f"{doing} {self.url}")
+
+    @contextmanager
+    def _staging(self) -> Iterator[Path]:
+        """An empty folder, on the file system of a local output, that is gone afterwards unless it was renamed."""
+        if self.local:
+            self.local.mkdir(parents=True, exist_ok=True)
+            for stale in self.local.glob(".writing-*"):  # of a run that was killed
+                shutil.rmtree(stale, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.local))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _store(self, staging: Path, folder: str) -> None:
-        if self.local:
-            target = self.local / folder
-            if target.exists():  # left by a crash between the rename and the switch
-                shutil.rmtree(target)
-            for path in [*staging.iterdir(), staging]:
-                _fsync(path)
-            os.rename(staging, target)
-            _fsync(self.local)
+        if self.local is None:
+            for path in sorted(staging.iterdir()):
+                self.put(f"{folder}/{path.name}", path)
             return
-        for path in sorted(staging.iterdir()):
-            remote = f"{self.root}/{folder}/{path.name}"
-            self._patiently(partial(self.fs.put_file, str(path), remote), "writing")
-
-    def _write_index(self, index: CheckpointIndex) -> None:
-        text = index.model_dump_json(indent=1)
-        if not self.local:
-            self.put_text(INDEX, text)
-            return
-        aside = self.local / f".{INDEX}.{uuid.uuid4().hex}"
-        aside.write_text(text, encoding="utf-8")
-        _fsync(aside)
-        os.replace(aside, self.local / INDEX)
+        target = self.local / folder
+        if target.exists():  # left by a crash between the rename and the switch
+            shutil.rmtree(target)
+        for path in [*staging.iterdir(), staging]:
+            _fsync(path)
+        os.rename(staging, target)
         _fsync(self.local)
+
+    def _switch(self, index: CheckpointIndex) -> None:
+        self.put(INDEX, index.model_dump_json(indent=1).encode())
 
     def _remove(self, folder: str) -> None:
         if self.local:
             shutil.rmtree(self.local / folder, ignore_errors=True)
             return
-        for name in self.fs.find(f"{self.root}/{folder}"):
-            self.fs.rm_file(name)  # one by one: not every S3 server deletes many in one request
-
-
-class _Staging:
-    """An empty folder on the same file system as `parent`, gone afterwards unless it was renamed."""
-
-    def __init__(self, parent: Path | None) -> None:
-        self._parent = parent
-
-    def __enter__(self) -> Path:
-        if self._parent:
-            self._parent.mkdir(parents=True, exist_ok=True)
-            for stale in self._parent.glob(".writing-*"):  # of a run that was killed
-                shutil.rmtree(stale, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._parent))
-        return self.path
-
-    def __exit__(self, *_exception: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        for info in self._patiently(partial(self.store.list, f"{folder}/"), "listing"):
+            self._patiently(partial(self.store.delete, info.path), "removing from")
 
 
 _downloads: set[Path] = set()
@@ -254,9 +250,9 @@ def _discard_all() -> None:
 
 
 def resolve_model_folder(url: str) -> Path:
-    """The local model folder that a configuration means: a Hugging Face folder, or what a run trained.
+    """Return the local model folder that a configuration means: a Hugging Face folder, or what a run trained.
 
-    Of a finished run that is `final`, of any other its newest checkpoint. Remote folders are downloaded; `discard`
+    That is `final` if the run finished, otherwise its newest checkpoint. Remote folders are downloaded; `discard`
     removes the copy. Raises UsageError when there is neither.
     """
     run = CheckpointFolder(url)
@@ -268,25 +264,13 @@ def resolve_model_folder(url: str) -> Path:
     if index.latest is None:
         raise UsageError(f"{url} holds neither config.json nor {INDEX}: it is no model folder and no trainer output")
     if index.finished:
-        return run.fetch_model("final")
+        return run.fetch_model(FINAL)
     if "adapter_model.safetensors" in index.latest.files:
         raise UsageError(
             f"{url} is a LoRA run that has not finished, so its checkpoints hold adapters alone: finish it (the same "
             "command continues), and its merged model is in `final`"
         )
     return run.fetch(index.latest)
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
-
-
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-
-
-def _remote(url: str) -> bool:
-    return "://" in url and not url.startswith("file://")
 
 
 def _fsync(path: Path) -> None:

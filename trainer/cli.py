@@ -1,22 +1,31 @@
-"""`python -m trainer fit | eval | init-student | bench-loss | bench-step`.
+"""`python -m trainer fit | eval | init-student | bench-loss | bench-step | config`, also as `teachercache fit` and so on.
 
-Exit status: 0 done, 1 something was found wrong (or the run was stopped and saved), 2 misused.
+Exit status: 0 done, 1 something was found wrong (or the run was stopped and saved), 2 misused. Nothing in here imports
+torch before a command needs it.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.configfile import commented_yaml
+from teachercache.console import print_json, run_cli, text_console
 from trainer.bench.cli import bench_loss, bench_step
-from trainer.config import load_config
+from trainer.config import TrainerConfig, load_config
+
+# What torch reads when it is imported. Libraries report optional parts that they could not load; a user of these
+# commands can do nothing with that.
+for noisy in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(noisy).setLevel(logging.ERROR)
+# Packed sequences bring new shapes all the time; growing segments keep the memory between them usable.
+if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 app = typer.Typer(
     add_completion=False,
@@ -25,7 +34,7 @@ app = typer.Typer(
     help="Train a student from a teacher cache. A run is one YAML file plus key=value overrides.",
 )
 
-ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file; see `trainer/config.py` for every key.")]
+ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file; `config` prints every key.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, for example optim.lr=1e-3")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -50,7 +59,7 @@ def evaluate(
     as_json: Json = False,
     text: Annotated[Path | None, typer.Option(help="Evaluate perplexity on a text file instead of the cache.")] = None,
 ) -> None:
-    """Held-out KL, top-1 agreement with the teacher, perplexity and calibration of a student.
+    """Measure a student: held-out KL, top-1 agreement with the teacher, perplexity and calibration.
 
     KL is over K+1 outcomes; with teacher=FOLDER also over the full vocabulary. `split=` chooses the split
     (default: eval.split).
@@ -61,7 +70,7 @@ def evaluate(
     config = load_config(config_file, overrides)
     split = config.split if any(item.startswith("split=") for item in overrides) else config.eval.split
     _quiet()
-    from trainer.evaluation import evaluate_cache, evaluate_text
+    from trainer.evaluate import evaluate_cache, evaluate_text
 
     _print(evaluate_text(config, text) if text else evaluate_cache(config, split), as_json, "eval")
 
@@ -71,7 +80,7 @@ def init_student(
     teacher: Annotated[str, typer.Option(help="The teacher's Hugging Face folder, or its id on the hub.")],
     out: Annotated[Path, typer.Option(help="Where the student goes; must not exist or be empty.")],
     layers: Annotated[str, typer.Option(help="every-2, first-8 or a list such as 0,3-5,9.")] = "every-2",
-    mlp: Annotated[int | None, typer.Option(help="Keep so many units of each MLP, the strongest.")] = None,
+    mlp: Annotated[int | None, typer.Option(help="Keep this many units of each MLP, the strongest.")] = None,
     as_json: Json = False,
 ) -> None:
     """Cut a student from its teacher by keeping layers (and MLP units); everything else is copied.
@@ -79,10 +88,19 @@ def init_student(
     Example: python -m trainer init-student --teacher build/models/smollm2-135m --layers every-2 --out build/student
     """
     _quiet()
-    from trainer.hub import model_folder
-    from trainer.model.student import init_student as cut
+    from trainer.model import init_student as cut
 
-    _print(cut(model_folder(teacher), out, layers=layers, mlp=mlp), as_json, "init-student")
+    made = cut.init_student(cut.teacher_folder(teacher), out, layers=layers, mlp=mlp)
+    _print(made, as_json, "init-student")
+
+
+@app.command("config")
+def show_config() -> None:
+    """Print every key of a run's YAML file with its default and what it does.
+
+    Example: python -m trainer config > train.yaml
+    """
+    print(commented_yaml(TrainerConfig), end="")
 
 
 app.command("bench-loss")(bench_loss)
@@ -91,18 +109,18 @@ app.command("bench-step")(bench_step)
 
 def _print(result: dict[str, Any], as_json: bool, title: str) -> None:
     if as_json:
-        print(json.dumps(result))
+        print_json(result, indent=None)
         return
     table = Table("", title, show_lines=False)
     for key, value in result.items():
         if isinstance(value, dict):
             value = ", ".join(f"{name} {number}" for name, number in value.items())
         table.add_row(key, f"{value:.5g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    text_console().print(table)
 
 
 def _quiet() -> None:
-    """transformers shows a bar for every file that it loads; this command has its own progress."""
+    """Spare the user transformers' bar for every file that it loads."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -110,19 +128,5 @@ def _quiet() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; expected errors become one line and an exit status."""
-    try:
-        app(arguments, standalone_mode=False)
-    except TeacherCacheError as error:
-        print(f"error: {error} [{error.code}]", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(1)
-    except Exception as error:
-        usage = getattr(error, "format_message", None)  # click's own errors: unknown option, missing argument
-        if usage is None:
-            raise
-        print(f"error: {usage()} See --help.", file=sys.stderr)
-        sys.exit(UsageError.exit_code)
+    """Run the command line and exit."""
+    run_cli(app, arguments, name="python -m trainer")

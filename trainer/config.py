@@ -1,7 +1,8 @@
 """The typed configuration of a training run: one YAML file plus `key=value` overrides.
 
-Every field has a default, so a file only states what differs. An unknown key is refused with its nearest neighbour,
-because a misspelt option that is silently ignored costs a training run. Nothing in here touches torch.
+Every key but `cache` and `student` has a default, so a file only states what differs. An unknown key is refused with
+its nearest neighbour, because a misspelt option that is silently ignored costs a training run. Nothing in here imports
+torch. `python -m trainer config` prints all keys.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from teachercache import configfile
+from teachercache.store.store import refuse_credentials
 from trainer.losses.options import Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
@@ -27,27 +29,28 @@ class Section(BaseModel):
 class DataConfig(Section):
     """How records become packed sequences."""
 
-    seq_len: int = Field(2048, ge=2)
-    """Tokens in one packed sequence."""
-    batch_tokens: int | None = None
-    """Tokens of one optimiser step; a multiple of seq_len (default: one sequence). The rest is gradient accumulation."""
-    long_documents: Literal["truncate", "drop", "refuse"] = "truncate"
-    """A record longer than seq_len: keep its head, leave it out (both counted), or stop."""
-    pad: Literal["auto", "none", "seq_len"] = "auto"
-    """Pad each sequence to seq_len: `auto` pads on a GPU, where equal shapes pay, and does not on a CPU."""
-    block_sequences: int = Field(16, ge=1)
-    """Sequences' worth of records that are packed together: more packs tighter and holds more rows in memory."""
-    blocks_per_flush: int = Field(16, ge=1)
-    """Blocks until the packer empties itself: a resumed run re-reads at most this much."""
-    top_k: int | None = Field(None, ge=1)
-    """Use only the first K' of the cached entries; the rest moves into the tail."""
-    weights: dict[str, float] = Field(default_factory=dict)
-    """Mix sources by weight: for each sampled document, how likely its source is kept relative to the largest weight;
-    sources that are not named are left out. A share of 0.25 beside 1.0 reads a quarter of that source in each epoch."""
-    length_curriculum: list[tuple[float, int]] = Field(default_factory=list)
-    """[(progress, seq_len), ...]: from this share of the run on, pack to this length (at most seq_len)."""
-    prefetch: int = Field(4, ge=0)
-    """Packed sequences prepared ahead on a thread of their own; 0 prepares them in the training thread."""
+    seq_len: int = Field(2048, ge=2, description="Tokens in one packed sequence.")
+    batch_tokens: int | None = Field(
+        None,
+        description="Tokens of one optimiser step, a multiple of seq_len; default: one sequence. More sequences than one "
+        "are gradient accumulation.",
+    )
+    long_documents: Literal["truncate", "drop", "refuse"] = Field(
+        "truncate",
+        description="A record longer than seq_len: keep its head, leave it out (both are counted), or stop.",
+    )
+    top_k: int | None = Field(
+        None, ge=1, description="Use only the first K' of the cached entries; the rest moves into the tail."
+    )
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Mix sources by weight: each document of a source is kept with the probability weight / largest "
+        "weight. Sources that are not named are left out. 0.25 next to 1.0 reads a quarter of that source in each epoch.",
+    )
+    length_curriculum: list[tuple[float, int]] = Field(
+        default_factory=list,
+        description="[(progress, seq_len), ...]: from this share of the run on, pack to this length (at most seq_len).",
+    )
 
     @model_validator(mode="after")
     def _whole_sequences(self) -> DataConfig:
@@ -69,7 +72,13 @@ class DataConfig(Section):
 
     @property
     def sequences_per_step(self) -> int:
+        """Packed sequences in one optimiser step."""
         return (self.batch_tokens or self.seq_len) // self.seq_len
+
+    def length_at(self, progress: float) -> int:
+        """Return the length to pack to at a share of the run."""
+        reached = [length for share, length in self.length_curriculum if progress >= share]
+        return reached[-1] if reached else self.seq_len
 
 
 class LossConfig(Section, Objective):  # type: ignore[misc]  # pydantic freezes it; mypy sees only the dataclass
@@ -94,115 +103,139 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # pydantic freezes 
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(5e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    """Applied to matrices only: norms and biases are left alone."""
-    clip_norm: float | None = Field(1.0, gt=0)
-    warmup_steps: int = Field(20, ge=0)
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    decay_fraction: float = Field(0.2, gt=0, le=1)
-    """Share of the run in which `wsd` decays."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    state: Literal["float32", "bfloat16", "8bit", "offload"] = "float32"
-    """How Adam's moments are held: float32, bfloat16 (stochastically rounded), torchao's 8 bit, or `offload`: float32 in
-    pinned CPU memory, streamed through the GPU at every step."""
-    master: Literal["auto", "split", "stochastic", "float32"] = "auto"
-    """bf16 weights: `split` keeps an exact float32 weight as bf16 + 16 low bits; `stochastic` keeps none and rounds
-    stochastically; `float32` keeps a copy. `auto` is split for bf16 weights; float32 weights need none."""
-    grad_dtype: Literal["auto", "param", "float32"] = "auto"
-    """Accumulate gradients over micro-batches in float32 (auto: whenever there is more than one and weights are bf16)."""
+    lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of AdamW's two moments.")
+    weight_decay: float = Field(0.0, ge=0, description="Applied to matrices; norms and biases do not decay.")
+    clip_norm: float | None = Field(1.0, gt=0, description="Largest norm of a step's gradient; null does not clip.")
+    warmup_steps: int = Field(20, ge=0, description="Steps in which the learning rate rises from 0.")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="The learning rate after warm-up; `wsd` is constant, then falls linearly."
+    )
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="Share of the run in which `wsd` decays.")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate, as a share of the peak.")
+    state: Literal["float32", "bfloat16", "8bit", "offload"] = Field(
+        "float32",
+        description="Adam's moments: float32, bfloat16 (stochastically rounded), torchao's 8 bit, or `offload`: float32 in "
+        "pinned CPU memory, streamed through the GPU at every step.",
+    )
+    master: Literal["auto", "split", "stochastic", "float32"] = Field(
+        "auto",
+        description="bf16 weights: `split` keeps an exact float32 weight as bf16 + 16 low bits; `stochastic` keeps none "
+        "and rounds stochastically; `float32` keeps a copy. `auto` is split; float32 weights need none.",
+    )
 
 
 class TrainConfig(Section):
     """Where and how a step runs."""
 
-    epochs: int | None = Field(None, ge=1)
-    max_steps: int | None = Field(None, ge=1)
-    """Stop after so many optimiser steps; epochs or max_steps, whichever comes first (neither: one epoch)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and compute: bfloat16 on a GPU, float32 on a CPU unless told."""
-    autocast: Literal["none", "bfloat16"] = "none"
-    """Keep the weights as `dtype` and run the matrix products in bfloat16 (pays on CPUs with AVX512-BF16 or AMX)."""
-    attention: Literal["auto", "documents", "varlen", "flex", "mixed", "plain"] = "auto"
-    """How documents are kept apart; see trainer/model/attention.py."""
-    checkpointing: Literal["auto", "none", "full", "keep-attention", "keep-matmuls", "offload"] = "auto"
-    """What the backward pass recomputes; see trainer/model/activation.py."""
-    liger: Literal["auto", "on", "off"] = "auto"
-    """Fused norms, rotary embeddings and SwiGLU from liger-kernel (auto: on a GPU where installed, without compile)."""
-    compile: bool = False
-    mlp_tile: int | None = Field(None, ge=1)
-    """Run each MLP over tiles of so many tokens: for sequences whose MLP activations do not fit."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of torch: pin them for bitwise equal runs."""
-    deterministic: bool = False
-    """torch.use_deterministic_algorithms. Bitwise equal runs on a CPU need only `threads`; on an H200 runs were bitwise
-    equal without it and to 3e-5 with it (docs/LOG.md), so it is for those who want torch's own refusals."""
-    spike_factor: float | None = Field(None, gt=1)
-    """Stop when a step's loss exceeds so many times the running mean (NaN and infinity always stop)."""
-    store_patience_s: float = Field(600.0, ge=0)
-    """How long the trainer waits for an object store that does not answer before it gives up."""
+    epochs: int | None = Field(None, ge=1, description="Passes over the split; default: one, unless max_steps is set.")
+    max_steps: int | None = Field(
+        None, ge=1, description="Stop after this many optimiser steps, or after `epochs`, whichever comes first."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` is cuda where torch finds it.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Weights and compute; `auto` is bfloat16 on a GPU, float32 on a CPU."
+    )
+    attention: Literal["auto", "documents", "varlen", "flex", "mixed", "plain"] = Field(
+        "auto", description="How documents are kept apart; trainer/model/attention.py has the kinds."
+    )
+    checkpointing: Literal["auto", "none", "full", "keep-attention", "keep-matmuls", "offload"] = Field(
+        "auto",
+        description="What the backward pass recomputes (trainer/model/activation.py); `auto` is the least that fits.",
+    )
+    liger: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Fused norms, rotary embeddings and SwiGLU from liger-kernel; `auto` is on a GPU where it is "
+        "installed, without compile.",
+    )
+    compile: bool = Field(False, description="torch.compile each layer.")
+    mlp_tile: int | None = Field(
+        None, ge=1, description="Run each MLP over this many tokens at a time, where its activations do not fit."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of torch: pin them for bitwise equal runs.")
+    deterministic: bool = Field(
+        False,
+        description="torch.use_deterministic_algorithms. Runs on a CPU are bitwise equal with `threads` alone.",
+    )
+    spike_factor: float | None = Field(
+        None,
+        gt=1,
+        description="Stop when a step's loss exceeds the running mean by this factor. NaN and infinity always stop.",
+    )
 
 
 class LoraConfig(Section):
-    """Low-rank adapters through peft, for students whose optimiser state does not fit."""
+    """Low-rank adapters on all linear layers but the head, through peft."""
 
-    rank: int = Field(16, ge=1)
-    alpha: int = 32
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    rank: int = Field(16, ge=1, description="Rank of each adapter.")
+    alpha: int = Field(32, description="Scale of the adapters: alpha / rank.")
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(200, ge=1)
-    keep_last: int = Field(2, ge=1)
-    keep_best: bool = True
-    """Also keep the checkpoint with the lowest held-out KL: of those at a step that was evaluated too, so make one of
-    `eval.every_steps` and `checkpoint.every_steps` a multiple of the other."""
+    """When a run is saved, and what is kept."""
+
+    every_steps: int | None = Field(200, ge=1, description="Steps between two checkpoints; null: at the end alone.")
+    keep_last: int = Field(
+        2,
+        ge=1,
+        description="Newest checkpoints to keep. The one with the lowest held-out KL is kept as well; only steps that are "
+        "both evaluated and checkpointed qualify, so make one interval a multiple of the other.",
+    )
 
 
 class EvalConfig(Section):
-    split: str = "heldout"
-    every_steps: int | None = Field(None, ge=1)
-    """Evaluate after so many steps, and at the end; null never does."""
-    max_rows: int | None = Field(None, ge=1)
-    """Stop after so many rows; the same rows every time."""
-    chunk_size: int = Field(512, ge=1)
-    """Rows of full logits that live at a time."""
+    """Held-out evaluation during a run, and by `eval`."""
+
+    split: str = Field("heldout", description="The split to evaluate on.")
+    every_steps: int | None = Field(
+        None, ge=1, description="Evaluate after this many steps, and at the end; null never does."
+    )
+    max_rows: int | None = Field(None, ge=1, description="Stop after this many rows; the same rows every time.")
 
 
 class LogConfig(Section):
-    every_steps: int = Field(1, ge=1)
-    tensorboard: bool = True
-    wandb: bool = False
+    """Where a run's numbers go, next to metrics.jsonl."""
+
+    every_steps: int = Field(1, ge=1, description="Steps between two lines.")
+    tensorboard: bool = Field(True, description="Write TensorBoard's files.")
+    wandb: bool = Field(False, description="Log to Weights & Biases; a resumed run continues its page.")
 
 
 class TrainerConfig(Section):
-    """Everything that `python -m trainer fit` and `eval` read."""
+    """Everything that `fit` and `eval` read."""
 
-    cache: str
-    """URL of the cache: s3://bucket/path, or a folder."""
-    manifest: int | None = None
-    """Pin one manifest by number; default: the newest at the first start, the same one when resumed."""
-    student: str
-    """A Hugging Face folder or an output folder of this trainer (`final`, or its newest checkpoint), local or s3://…"""
-    output: str | None = None
-    """Where checkpoints and logs go: a folder or s3://…; required by fit."""
-    teacher: str | None = None
-    """A live teacher, for full-vocabulary KL in `eval` and for loss.method=online."""
-    split: str = "train"
-    seed: int = 0
-    trust_remote_code: bool = False
+    cache: str = Field(description="URL of the cache: s3://bucket/path, or a folder.")
+    manifest: int | None = Field(
+        None,
+        description="Pin one manifest by number; default: the newest at the first start, the same one when resumed.",
+    )
+    student: str = Field(
+        description="A Hugging Face folder, or an output of this trainer (`final`, or its newest checkpoint); a folder or "
+        "s3://…"
+    )
+    output: str | None = Field(
+        None, description="Where checkpoints and logs go: a folder or s3://…; `fit` requires it."
+    )
+    teacher: str | None = Field(
+        None, description="A live teacher, for full-vocabulary KL in `eval` and for loss.method=online."
+    )
+    split: str = Field("train", description="The split to train on.")
+    seed: int = Field(0, description="Decides the order of the data, and new adapters.")
+    trust_remote_code: bool = Field(False, description="Run code that a model's folder brings along.")
     data: DataConfig = DataConfig.model_validate({})
     loss: LossConfig = LossConfig.model_validate({})
     optim: OptimConfig = OptimConfig.model_validate({})
     train: TrainConfig = TrainConfig.model_validate({})
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters instead of the weights.")
     checkpoint: CheckpointConfig = CheckpointConfig.model_validate({})
     eval: EvalConfig = EvalConfig.model_validate({})
     log: LogConfig = LogConfig.model_validate({})
+
+    @field_validator("cache", "student", "output", "teacher")
+    @classmethod
+    def _no_credentials(cls, url: str | None) -> str | None:
+        refuse_credentials(url or "")
+        return url
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerConfig:

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a student against a cache, and against a live teacher if there is one.
+"""Evaluation of a student: against a cache, against a live teacher if there is one, on a plain text.
 
 `heldout_kl` is the KL over K+1 outcomes (the cached K and "anything else"): never above the full-vocabulary KL, and
 comparable between all students of one cache. `heldout_kl_full_vocabulary` needs a live teacher. Both are means over
@@ -10,25 +10,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
-from teachercache.errors import TeacherCacheError
-from trainer.data.dataset import NO_LABEL, PackedCache, PackedSequence
+from teachercache import Cache
+from teachercache.errors import TeacherCacheError, UsageError
+from trainer import setup
+from trainer.checkpoint import resolve_model_folder
+from trainer.config import TrainerConfig
+from trainer.data.dataset import PackedCache
+from trainer.data.sequence import NO_LABEL, PackedSequence
 from trainer.losses import TeacherRows
-from trainer.model import student
+from trainer.model import Model, student
 from trainer.model.attention import DocumentLayout
-from trainer.model.types import Model
-from trainer.step import autocast, row_logits
 
 ECE_BINS = 15
+CHUNK_ROWS = 512
+"""Rows of full logits that live at a time."""
 
 
 def heldout_sequences(
-    cache: Any, split: str, seq_len: int, max_rows: int | None, *, pad: bool = False
+    cache: Cache, split: str, seq_len: int, max_rows: int | None, *, pad: bool = False
 ) -> Iterable[PackedSequence]:
-    """One unshuffled pass over a split; the same sequences in the same order every time. `pad` as in PackedCache."""
+    """Iterate over a split once, unshuffled, until max_rows rows were seen: the same sequences every time."""
     rows = 0
     for sequence in PackedCache(cache, split=split, seq_len=seq_len, shuffle=False, epochs=1, pad=pad):
         yield sequence
@@ -45,12 +52,12 @@ def evaluate(
     vocab_size: int,
     attention_kind: str,
     teacher: Model | None = None,
-    autocast_to: str = "none",
-    chunk_size: int = 512,
+    chunk_size: int = CHUNK_ROWS,
 ) -> dict[str, Any]:
-    """Means over all valid rows: KL, top-1 agreement, perplexity, calibration error. The model's mode is restored.
+    """Return means over all valid rows: KL, top-1 agreement, perplexity, calibration error.
 
-    Memory: chunk_size · V · 4 bytes of logits a few times over; with a teacher, R · V · 4 bytes for a sequence's rows.
+    The model's mode is restored. Memory: chunk_size · V · 4 bytes of logits a few times over; with a teacher, R · V · 4
+    bytes for a sequence's rows.
     Raises TeacherCacheError when there is no row.
     """
     device = next(model.parameters()).device
@@ -61,12 +68,15 @@ def evaluate(
     model.eval()
     for cpu_sequence in sequences:
         sequence = cpu_sequence.to(device)
-        documents = DocumentLayout(sequence.document_lengths, attention_kind, device)
-        with autocast(autocast_to, device):
-            hidden = student.hidden_states(model, sequence.input_ids, sequence.position_ids, documents)
+        layout = DocumentLayout(sequence.document_lengths, attention_kind, device)
+        hidden = student.hidden_states(model, sequence.input_ids, sequence.position_ids, layout)
         head = student.head(model)
         hidden = hidden.index_select(0, sequence.row_index)
-        teacher_logits = row_logits(teacher, sequence, documents, autocast_to) if teacher is not None else None
+        teacher_logits = None
+        if teacher is not None:
+            teacher_logits = student.row_logits(
+                teacher, sequence.input_ids, sequence.position_ids, sequence.row_index, layout
+            )
         for start in range(0, sequence.num_rows, chunk_size):
             part = slice(start, start + chunk_size)
             values = _chunk(hidden[part], head, sequence, part, vocab_size, teacher_logits)
@@ -142,3 +152,53 @@ def _calibration(confidence: torch.Tensor, correct: torch.Tensor) -> torch.Tenso
 def _expected_calibration_error(calibration: torch.Tensor) -> float:
     count, confidence, correct = calibration
     return ((confidence - correct).abs().sum() / count.sum().clamp_min(1)).item()
+
+
+def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:
+    """Evaluate `config.student` on one split of the configured cache, against `config.teacher` too where it is set.
+
+    Nothing is written. Raises UsageError where the cache does not fit the student or lacks the split.
+    """
+    compute = setup.choose_compute(config.train)
+    setup.configure_torch(config.train)
+    folder = resolve_model_folder(config.student)
+    cache = setup.open_cache(config.cache, config.manifest)
+    student.check_fits(folder, cache)
+    cache.files(split=split)
+    result = evaluate(
+        setup.load_frozen(folder, compute, trust_remote_code=config.trust_remote_code),
+        heldout_sequences(cache, split, config.data.seq_len, config.eval.max_rows, pad=compute.on_gpu),
+        vocab_size=cache.spec.tokenizer.vocab_size,
+        attention_kind=compute.attention,
+        teacher=setup.load_teacher(config, compute) if config.teacher else None,
+    )
+    return {"student": str(folder), "cache": cache.url, "manifest": cache.manifest.number, "split": split, **result}
+
+
+@torch.no_grad()
+def evaluate_text(config: TrainerConfig, path: Path) -> dict[str, Any]:
+    """Return the perplexity of a UTF-8 text file, in windows of data.seq_len tokens that start anew.
+
+    Raises UsageError for a file that cannot be read.
+    """
+    compute = setup.choose_compute(config.train)
+    folder = resolve_model_folder(config.student)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path} as UTF-8 text: {error}") from error
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    if len(ids) < 2:
+        raise TeacherCacheError(f"{path} has {len(ids)} tokens; expected at least two")
+    model = setup.load_frozen(folder, compute, trust_remote_code=config.trust_remote_code)
+    head, nll = student.head(model), 0.0
+    for start in range(0, len(ids) - 1, config.data.seq_len):
+        window = torch.tensor(ids[start : start + config.data.seq_len + 1], device=compute.device)
+        inputs, labels = window[:-1], window[1:]
+        layout = DocumentLayout((len(inputs),), compute.attention, compute.device)
+        hidden = student.hidden_states(model, inputs, torch.arange(len(inputs), device=compute.device), layout)
+        for part_hidden, part_labels in zip(hidden.split(CHUNK_ROWS), labels.split(CHUNK_ROWS), strict=True):
+            logprobs = head.logits(part_hidden).log_softmax(dim=1)
+            nll -= logprobs.gather(1, part_labels[:, None]).double().sum().item()
+    count = len(ids) - 1
+    return {"student": str(folder), "text": str(path), "tokens": count, "perplexity": math.exp(nll / count)}

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from trainer.model import student
-from trainer.model.types import Model
+from trainer.model import Model, student
 
 
 def matmul_parameters(model: Model) -> int:
-    """P of the formula. Experts of which a token uses a few count in proportion."""
+    """Return P of the formula. Experts of which a token uses a few count in proportion."""
     config, head = model.config.get_text_config(), model.get_output_embeddings().weight
     # By identity: a tied head is one of the decoder's; what no text goes through (a vision tower) is in neither.
     weights = {id(p): (name, p) for name, p in student.decoder(model).named_parameters() if p.dim() >= 2}
@@ -36,14 +35,17 @@ def matmul_parameters(model: Model) -> int:
 
 
 def step_flops(config: Any, parameters: int, document_lengths: Sequence[int]) -> float:
-    """FLOP of forward and backward over documents of these lengths; config is a transformers text configuration."""
+    """Return the FLOP of forward and backward over documents of these lengths.
+
+    config is a transformers text configuration, parameters what matmul_parameters counts.
+    """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6.0 * config.num_hidden_layers * config.num_attention_heads * head
     return 6.0 * parameters * sum(document_lengths) + attention * sum(float(n) ** 2 for n in document_lengths)
 
 
 def measured_matmul_rate(device: torch.device, size: int = 8192, repeats: int = 5) -> float:
-    """FLOP/s of this GPU's bf16 matrix product of `size`³, now: what a step's rate is compared with."""
+    """Measure the FLOP/s of this GPU's bf16 matrix product of `size`³: what a step's rate is compared with."""
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, Weights & Biases if asked, and the screen."""
+"""Where a run's numbers come from and go: speed; metrics.jsonl, TensorBoard, Weights & Biases, the screen."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from teachercache.errors import UsageError
 from trainer.checkpoint import CheckpointFolder
 from trainer.config import TrainerConfig
+from trainer.data.sequence import PackedSequence
+from trainer.flops import matmul_parameters, measured_matmul_rate, step_flops
+from trainer.model import Model
 
 METRICS = "metrics.jsonl"
 WANDB_ID = "wandb_id"
 
 
 class MetricsLog:
-    """Writes one JSON object a line, to a local file that is copied along with the checkpoints of a remote run.
+    """Write one JSON object a line, to a local file that is copied along with the checkpoints of a remote run.
 
     A resumed run drops the lines of steps that it is about to take again, so the file reads like an uninterrupted one.
+    Raises UsageError for log.wandb without the package.
     """
 
     def __init__(self, folder: CheckpointFolder, config: TrainerConfig, *, resumed_step: int) -> None:
@@ -48,7 +54,7 @@ class MetricsLog:
                 raise UsageError("log.wandb=true needs the package wandb (pip install wandb)") from error
             # The id lies with the run: the same command, resumed on another machine, continues the same page.
             run_id = folder.get_text(WANDB_ID) or uuid.uuid4().hex[:12]
-            folder.put_text(WANDB_ID, run_id)
+            folder.put(WANDB_ID, run_id.encode())
             self._wandb = wandb.init(
                 id=run_id,
                 name=folder.url.rstrip("/").rsplit("/", 1)[-1],
@@ -72,13 +78,14 @@ class MetricsLog:
         """Copy the log, and TensorBoard's files, to the run's folder if that is remote."""
         if self._folder.local is not None:
             return
-        self._folder.put_text(METRICS, self._path.read_text(encoding="utf-8"))
+        self._folder.put(METRICS, self._path)
         if self._board:
             self._board.flush()
             for path in sorted((self._workdir / "tensorboard").iterdir()):
-                self._folder.put_file(f"tensorboard/{path.name}", path)
+                self._folder.put(f"tensorboard/{path.name}", path)
 
     def close(self) -> None:
+        """Close the file and the boards."""
         self._file.close()
         if self._board:
             self._board.close()
@@ -91,6 +98,48 @@ def _is_before(line: str, resumed_step: int) -> bool:
         return json.loads(line)["step"] <= resumed_step
     except (ValueError, KeyError):
         return False  # the half line of a run that was killed while writing
+
+
+class Meter:
+    """Speed of the steps: tokens/s, TFLOP/s of model work, share of this GPU's matrix rate, memory, time left."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self._config, self._device = model.config.get_text_config(), device
+        self._parameters = matmul_parameters(model)
+        self._peak = measured_matmul_rate(device) if device.type == "cuda" else None
+        self._start: tuple[float, float] | None = None  # progress and time of the first step
+
+    def measure(self, sequences: Sequence[PackedSequence], seconds: float, data_wait_s: float) -> dict[str, float]:
+        """Return one step's figures by name; padding is a share of the tokens and counts as no work."""
+        lengths = [length for s in sequences for length in s.document_lengths[: len(s.documents)]]
+        flops = step_flops(self._config, self._parameters, lengths)
+        values = {
+            "padding": sum(s.num_padding for s in sequences) / sum(s.input_ids.numel() for s in sequences),
+            "seconds": seconds,
+            "data_wait_s": data_wait_s,
+            "tokens": sum(lengths),
+            "tokens_per_s": sum(lengths) / seconds,
+            "tflops": flops / seconds / 1e12,
+        }
+        if self._peak:
+            values["matmul_share"] = flops / seconds / self._peak
+            values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        return values
+
+    def line(self, values: dict[str, float]) -> str:
+        """Return a step's figures, its loss among them, as a line for people."""
+        text = f"loss {values['loss']:.4f}, {values['tokens_per_s']:,.0f} tokens/s, {values['tflops']:.2f} TFLOP/s"
+        if "matmul_share" in values:
+            text += f" ({values['matmul_share']:.0%} of the matrix rate), {values['memory_gib']:.1f} GiB"
+        return text
+
+    def remaining(self, progress: float) -> float | None:
+        """Return the seconds that the rest of the run takes at the rate so far; None after the first step."""
+        if self._start is None:
+            self._start = progress, time.monotonic()
+            return None
+        first, started = self._start
+        return (time.monotonic() - started) * (1 - progress) / (progress - first) if progress > first else None
 
 
 class Screen:
@@ -114,12 +163,14 @@ class Screen:
             self._bar.start()
 
     def say(self, text: str) -> None:
+        """Print a line."""
         if self._bar:
             self._bar.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
 
     def update(self, step: int, progress: float, text: str, *, remaining_s: float | None) -> None:
+        """Show a step: the share of the run in [0, 1], a text, and the seconds left if they are known."""
         if self._bar:
             self._bar.update(self._task, completed=progress, step=step, text=text)
         elif time.monotonic() - self._last >= self._every_s or step == 1:
@@ -128,5 +179,6 @@ class Screen:
             self.say(f"step {step} ({progress:.0%}{left}): {text}")
 
     def close(self) -> None:
+        """Leave the bar as it is."""
         if self._bar:
             self._bar.stop()

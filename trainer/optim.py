@@ -25,7 +25,9 @@ import torch
 
 from teachercache.errors import UsageError
 from trainer.config import OptimConfig
-from trainer.model.types import Model
+from trainer.model import Model
+
+EPS = 1e-8
 
 
 def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
@@ -57,7 +59,7 @@ def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
     """
     groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": EPS}
     if config.state == "8bit":
         return _torchao_optimizer(groups, config, common, bf16=torch.bfloat16 in dtypes)
     offload = config.state == "offload"

@@ -6,20 +6,18 @@ gradient does not depend on how the batch is split or padded.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from teachercache.errors import TeacherCacheError
 from trainer.config import LossConfig, TrainerConfig
-from trainer.data.dataset import NO_LABEL, PackedSequence
+from trainer.data.sequence import NO_LABEL, PackedSequence
 from trainer.losses import TeacherRows, kl_loss, online_kl_loss
-from trainer.model import student
+from trainer.model import Model, student
 from trainer.model.attention import DocumentLayout
-from trainer.model.types import Model
 from trainer.optim import apply_step, clear_gradients, gradient_norm
 
 
@@ -111,16 +109,16 @@ class Step:
 
     def loss(self, sequence: PackedSequence, *, num_valid: int) -> torch.Tensor:
         """Return the sum over the sequence's valid rows / num_valid: a scalar to call backward on."""
-        with autocast(self.config.train.autocast, self.device):
-            documents = DocumentLayout(sequence.document_lengths, self.attention_kind, self.device)
-            hidden = student.hidden_states(self.model, sequence.input_ids, sequence.position_ids, documents)
-            rows = hidden.index_select(0, sequence.row_index)
+        layout = DocumentLayout(sequence.document_lengths, self.attention_kind, self.device)
+        hidden = student.hidden_states(self.model, sequence.input_ids, sequence.position_ids, layout)
         head = student.head(self.model)
-        rows = head.scaled(rows)
+        rows = head.scaled(hidden.index_select(0, sequence.row_index))
         teacher_logits = None
         if self.config.loss.method == "online":
             assert self.teacher is not None
-            teacher_logits = row_logits(self.teacher, sequence, documents, self.config.train.autocast)
+            teacher_logits = student.row_logits(
+                self.teacher, sequence.input_ids, sequence.position_ids, sequence.row_index, layout
+            )
         return distillation_loss(
             rows,
             head,
@@ -185,26 +183,6 @@ def distillation_loss(
         recompute=config.recompute,
         validate=False,  # records were checked when they were committed, ids when the cache was opened
     )
-
-
-@torch.no_grad()
-def row_logits(
-    model: Model, sequence: PackedSequence, documents: DocumentLayout, autocast_to: str = "none"
-) -> torch.Tensor:
-    """Return a live model's float32 logits [R, V] at the sequence's rows: R · V · 4 bytes."""
-    with autocast(autocast_to, sequence.input_ids.device):
-        hidden = student.hidden_states(model, sequence.input_ids, sequence.position_ids, documents)
-    return student.head(model).logits(hidden.index_select(0, sequence.row_index))
-
-
-@contextlib.contextmanager
-def autocast(to: str, device: torch.device) -> Iterator[None]:
-    """Run the matrix products in bfloat16 unless `to` is "none"."""
-    if to == "none":
-        yield
-    else:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            yield
 
 
 def _names(sequences: Sequence[PackedSequence], limit: int = 20) -> str:

@@ -17,7 +17,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def student(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Path:
-    from trainer.model.student import init_student
+    from trainer.model.init_student import init_student
 
     out = tmp_path_factory.mktemp("student") / "model"
     init_student(teacher, out, layers="every-2")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +27,10 @@ def write_config(path: Path, **sections: Any) -> Path:
     return path
 
 
-def trainer(*arguments: str | Path, timeout: float = 200, **extra: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer", *map(str, arguments)]
+def trainer(
+    *arguments: str | Path, module: str = "trainer", timeout: float = 200, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**extra))
 
 
@@ -38,29 +42,41 @@ def fit_here(config: Path, *overrides: str) -> dict[str, Any]:
     return fit(load_config(config, overrides))
 
 
-def start_trainer(*arguments: str | Path, **extra: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trainer", *map(str, arguments)]
+def start_trainer(*arguments: str | Path, module: str = "trainer", **extra: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**extra)
     )
 
 
-def kill_at_step(config: Path, folder: Path, step: int, number: signal.Signals, **extra: str) -> int:
+def kill_at_step(
+    config: Path, folder: Path, step: int, number: signal.Signals, *, module: str = "trainer", **extra: str
+) -> int:
     """Start `fit`, send the signal once `step` is logged below `folder`, and return the exit status.
 
     A run whose output is remote logs into its temporary folder: give it TMPDIR=folder.
     """
-    process = start_trainer("fit", config, **extra)
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
+    process = start_trainer("fit", config, module=module, **extra)
+
+    def reached() -> bool:
         log = next(folder.rglob("metrics.jsonl"), None)
-        if log and log.read_text().count('"train"') >= step:
+        return process.poll() is not None or (log is not None and log.read_text().count('"train"') >= step)
+
+    try:
+        wait_for(reached, 240, f"step {step}", interval_s=0.01)
+    finally:
+        if process.poll() is None:
             process.send_signal(number)
-            break
-        time.sleep(0.002)
-    output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode != 0, f"the run ended before step {step}: {output}"
     return process.returncode
+
+
+def random_seed() -> int:
+    """A new seed each time, printed; TEACHERCACHE_TEST_SEED repeats one."""
+    seed = int(os.environ.get("TEACHERCACHE_TEST_SEED") or random.randrange(10**6))
+    print(f"TEACHERCACHE_TEST_SEED={seed}")
+    return seed
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

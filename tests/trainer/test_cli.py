@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 
 from tests.trainer import runs, tiny
 from trainer.cli import main
+from trainer.config import TrainerConfig
 
 SETTINGS = {
     "data": {"seq_len": 128},
@@ -36,7 +40,7 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command line in this process: the same code as `python -m trainer`, without its seconds of imports."""
+    """The command line in this process: the same code as `python -m trainer`, without the seconds of imports."""
 
     def call(*arguments: str | Path) -> Done:
         capfd.readouterr()
@@ -59,6 +63,7 @@ def refused(run: Callable[..., Done], config: Path, *overrides: str, command: st
     assert sorted(config.parent.rglob("*")) == before
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
+    assert "hushhush" not in done.stderr
     return lines[0]
 
 
@@ -144,6 +149,7 @@ def test_a_student_with_too_small_a_head_is_refused(
         (["train.device=cuda"], "no CUDA device"),
         (["train.attention=flex"], "needs a CUDA device"),
         (["output=null"], "fit needs output"),
+        (["output=s3://AKIAKEY:hushhush@bucket/run"], "credentials"),
         (["data.weights={web: 1.0, defualt: 2.0}"], "data.weights names defualt, web"),
         (["data.weights={default: 0.0}"], "one of them above 0"),
     ],
@@ -186,13 +192,42 @@ def test_init_student_takes_a_teacher_by_its_id_on_the_hub(
     assert "owner/other: neither a folder here nor a model that the hub gives ('owner/other')" in done.stderr
 
 
-def test_as_a_process_of_its_own_a_refusal_is_one_line_too(config: Path) -> None:
+def test_as_a_process_a_refusal_is_one_line_too(config: Path) -> None:
     done = runs.trainer("fit", config, "studnet=x")
     assert done.returncode == 2
     assert done.stderr == "error: unknown key studnet in the configuration; did you mean student? [TC-E200]\n"
 
 
-@pytest.mark.parametrize("command", [[], ["fit"], ["eval"], ["init-student"], ["bench-step"], ["bench-loss"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["fit", "--help"], ["config"], ["fit", "nowhere.yaml"], ["eval", "{config}", "seed=x"]]
+)
+def test_help_and_a_wrong_configuration_need_neither_torch_nor_transformers(config: Path, arguments: list[str]) -> None:
+    """Their import takes seconds, which a misspelt key should not cost."""
+    program = """
+import sys
+from trainer.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+heavy = {"torch", "transformers", "triton", "trainer.fit", "trainer.bench.loss", "trainer.bench.step"}
+print("imported", sorted(heavy & sys.modules.keys()))
+"""
+    command = [sys.executable, "-c", program, *(argument.format(config=config) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=runs.environment())
+    assert done.stdout.splitlines()[-1] == "imported []", done.stderr
+
+
+def test_the_printed_configuration_is_one_with_every_default(run: Callable[..., Done]) -> None:
+    tree = yaml.safe_load(run("config").stdout)
+    assert TrainerConfig.model_validate({**tree, "cache": "a", "student": "b"}) == TrainerConfig.model_validate(
+        {"cache": "a", "student": "b"}
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["fit"], ["eval"], ["init-student"], ["bench-step"], ["bench-loss"], ["config"]]
+)
 def test_every_command_has_a_help_that_teaches(run: Callable[..., Done], command: list[str]) -> None:
     done = run(*command, "--help")
     assert done.returncode == 0

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from teachercache import configfile
 from teachercache.errors import UsageError
-from trainer.config import load_config
+from trainer.config import TrainerConfig, load_config
 
 MINIMAL = ["cache=s3://bucket/cache", "student=build/student"]
 
@@ -75,3 +76,21 @@ def test_a_missing_key_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         load_config(None, ["student=x"])
     with pytest.raises(UsageError, match="cannot read"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_every_key_is_documented() -> None:
+    keys = configfile.describe(TrainerConfig)
+    assert [key.key for key in keys if len(key.description) < 10] == []
+    assert len({key.key for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("key", ["cache", "student", "output", "teacher"])
+def test_credentials_in_a_url_are_refused_without_repeating_them(key: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(None, [*MINIMAL, f"{key}=s3://AKIAKEY:hushhush@bucket/x"])
+    assert "hushhush" not in str(caught.value)
+
+
+def test_the_length_curriculum_is_a_staircase() -> None:
+    config = load_config(None, [*MINIMAL, "data={seq_len: 512, length_curriculum: [[0.1, 128], [0.5, 512]]}"])
+    assert [config.data.length_at(share) for share in (0.0, 0.1, 0.4, 0.5, 1.0)] == [512, 128, 128, 512, 512]

@@ -136,8 +136,7 @@ def test_a_killed_run_continues_with_the_losses_of_the_uninterrupted_one(
     the losses agree to 1e-4, with train.deterministic too. The runs share the GPU, to save time."""
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
     exact = {**settings, "train": {**settings["train"], "deterministic": True}}
-    seed = random.randrange(10**6)
-    rng = random.Random(seed)
+    rng = random.Random(runs.random_seed())
     latest_kill = STEPS - COMPARED - 5  # a few steps pass between the log line and the signal
 
     def killed_at() -> int:
@@ -164,7 +163,7 @@ def test_a_killed_run_continues_with_the_losses_of_the_uninterrupted_one(
             gaps = [abs(a - b) / b for a, b in zip(ours, straight, strict=True)]
             found[run.name] = max(gaps[run.resumed_from :])
             print(
-                f"{run.name}: killed after step {run.killed_at} (seed {seed}), resumed after {run.resumed_from}; largest "
+                f"{run.name}: killed after step {run.killed_at}, resumed after {run.resumed_from}; largest "
                 f"relative difference before {max(gaps[: run.resumed_from]):.1e}, in the {STEPS - run.resumed_from} steps "
                 f"after {found[run.name]:.1e}; loss {straight[0]:.3f} -> {straight[-1]:.3f}"
             )
@@ -174,7 +173,7 @@ def test_a_killed_run_continues_with_the_losses_of_the_uninterrupted_one(
 
 
 def ten_steps(settings: dict[str, Any], folder: Path, *overrides: str, alone: bool = False) -> list[float]:
-    """Losses of ten steps; `alone` takes them in a process of its own."""
+    """Losses of ten steps; `alone` takes them in a separate process."""
     config = runs.write_config(folder / "train.yaml", **settings, output=str(folder / "run"))
     options = ("train.max_steps=10", "checkpoint.every_steps=null", *overrides)
     if alone:
@@ -242,7 +241,7 @@ def test_every_way_to_keep_the_optimizers_state_trains_alike_and_resumes(
 
 
 def stop_after(steps: int, fit: Callable[[], Any]) -> None:
-    """Run `fit`, and break it off right after so many steps."""
+    """Run `fit`, and break it off right after this many steps."""
     from trainer.step import Step
 
     real, taken = Step.run, 0

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import teachercache
 from teachercache.testing import synthetic_records
 from tests.trainer import runs, tiny
+from tests.trainer.small_blocks import small_blocks
 
 GOLDEN = Path(__file__).parent / "assets" / "golden_loss.json"
 
@@ -47,7 +48,7 @@ def golden_run(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     settings: dict[str, Any] = {
         "cache": str(root / "cache"),
         "student": str(model),
-        "data": {"seq_len": 96, "batch_tokens": 192, "block_sequences": 4},
+        "data": {"seq_len": 96, "batch_tokens": 192},
         "optim": {"lr": 3e-3, "warmup_steps": 2, "weight_decay": 0.01},
         "train": {"epochs": 2, "threads": 1},
         "checkpoint": {"every_steps": None},
@@ -55,7 +56,8 @@ def golden_run(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     }
     curves = []
     for name in ("a", "b"):
-        runs.fit_here(runs.write_config(root / f"{name}.yaml", **settings, output=str(root / name)))
+        with small_blocks(block_sequences=4, blocks_per_flush=16):
+            runs.fit_here(runs.write_config(root / f"{name}.yaml", **settings, output=str(root / name)))
         curves.append([entry["loss"] for entry in runs.metrics(root / name)])
     return curves
 

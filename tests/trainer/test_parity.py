@@ -11,7 +11,7 @@ import torch
 import teachercache
 from tests.trainer import tiny
 from trainer.config import TrainerConfig
-from trainer.data.dataset import PackedCache
+from trainer.data import PackedCache
 from trainer.model import student
 from trainer.step import Step
 

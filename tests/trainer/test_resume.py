@@ -15,18 +15,22 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer import runs
-from trainer import checkpoint, fit
+from tests.trainer.small_blocks import small_blocks
+from trainer import evaluate, fit, resume
 from trainer.checkpoint import CheckpointFolder
-from trainer.data.dataset import PackedCache
-from trainer.evaluate import heldout_sequences
+from trainer.data import PackedCache
 
 EPOCHS = 3
 STEPS_PER_EPOCH = 10  # of 128 tokens; about
 
 
+SMALL_BLOCKS = "tests.trainer.small_blocks"
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _as_before() -> Iterator[None]:
-    yield
+def _small_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
     torch.use_deterministic_algorithms(False)
 
 
@@ -35,7 +39,7 @@ def settings(cache_url: str, student: Path) -> dict[str, Any]:
     return {
         "cache": cache_url,
         "student": str(student),
-        "data": {"seq_len": 128, "block_sequences": 2, "blocks_per_flush": 2},
+        "data": {"seq_len": 128},
         "optim": {"lr": 3e-3, "warmup_steps": 2},
         "train": {"epochs": EPOCHS, "threads": 1, "deterministic": True},
         "checkpoint": {"every_steps": 4},
@@ -75,14 +79,13 @@ def test_killed_twice_at_random_steps_the_run_is_bitwise_the_uninterrupted_one(
 ) -> None:
     total = len(losses(uninterrupted))
     assert total > 2 * STEPS_PER_EPOCH
-    seed = random.randrange(10**6)
-    first = random.Random(seed).randrange(2, total // 3)
-    second = random.Random(seed + 1).randrange(total // 2, total - 2)  # after the first epoch's end
-    print(f"seed {seed}: SIGKILL after steps {first} and {second} of {total}")
+    rng = random.Random(runs.random_seed())
+    first, second = rng.randrange(2, total // 3), rng.randrange(total // 2, total - 2)  # after the first epoch's end
+    print(f"SIGKILL after steps {first} and {second} of {total}")
     config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
     for step in (first, second):
-        assert runs.kill_at_step(config, tmp_path / "run", step, signal.SIGKILL) == -signal.SIGKILL
-    done = runs.trainer("fit", config)
+        assert runs.kill_at_step(config, tmp_path / "run", step, signal.SIGKILL, module=SMALL_BLOCKS) == -signal.SIGKILL
+    done = runs.trainer("fit", config, module=SMALL_BLOCKS)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "run", uninterrupted)
 
@@ -92,11 +95,11 @@ def test_sigterm_saves_at_once_and_the_same_command_continues(
 ) -> None:
     settings = {**settings, "checkpoint": {"every_steps": None}}
     config = runs.write_config(tmp_path / "train.yaml", **settings, output=str(tmp_path / "run"))
-    assert runs.kill_at_step(config, tmp_path / "run", 5, signal.SIGTERM) == 1
+    assert runs.kill_at_step(config, tmp_path / "run", 5, signal.SIGTERM, module=SMALL_BLOCKS) == 1
     latest = CheckpointFolder(str(tmp_path / "run")).index().latest
     assert latest is not None
     assert latest.step >= 5
-    done = runs.trainer("fit", config)
+    done = runs.trainer("fit", config, module=SMALL_BLOCKS)
     assert done.returncode == 0, done.stderr
     assert f"resuming after step {latest.step}" in done.stderr
     assert_same_run(tmp_path / "run", uninterrupted)
@@ -110,7 +113,7 @@ def test_a_stop_during_an_evaluation_saves_without_finishing_it(
         tmp_path / "train.yaml", **{**settings, "data": {**settings["data"], "seq_len": 64}},
         output=str(tmp_path / "run"), eval={"every_steps": 3},
     )  # fmt: skip
-    seen = 0
+    seen, heldout_sequences = 0, evaluate.heldout_sequences
 
     def heldout(*arguments: Any, **options: Any) -> Iterator[Any]:
         nonlocal seen
@@ -149,7 +152,8 @@ def test_a_stop_while_the_data_does_not_come_saves_the_last_whole_step(
     with monkeypatch.context() as patch:
         patch.setattr(PackedCache, "with_states", with_states)
         # The save lets the store come back, or the reading thread would be waited for at the end.
-        patch.setattr(fit._Fit, "_save", lambda *_, save=fit._Fit._save: (away.set(), save(*_)))
+        save = resume.Checkpointer.save
+        patch.setattr(resume.Checkpointer, "save", lambda checkpoints: (away.set(), save(checkpoints)))
         with pytest.raises(fit.Stopped, match="saved step 3"):
             runs.fit_here(config)
     runs.fit_here(config)
@@ -179,21 +183,22 @@ def test_killed_twice_with_checkpoints_on_s3_the_run_is_bitwise_the_uninterrupte
 ) -> None:
     """Once within the first epoch and once after its end; a kill may fall into the writing of a checkpoint."""
     total = len(losses(uninterrupted))
-    seed = random.randrange(10**6)
-    kills = random.Random(seed).randrange(2, total // 3), random.Random(seed + 1).randrange(total // 2, total - 2)
-    print(f"seed {seed}: SIGKILL after steps {kills[0]} and {kills[1]} of {total}")
+    rng = random.Random(runs.random_seed())
+    kills = rng.randrange(2, total // 3), rng.randrange(total // 2, total - 2)
+    print(f"SIGKILL after steps {kills[0]} and {kills[1]} of {total}")
     output = f"{s3_url}/runs/killed"
     config = runs.write_config(tmp_path / "train.yaml", **settings, output=output)
     for number, step in enumerate(kills):
         logs = tmp_path / f"logs-{number}"
         logs.mkdir()
-        assert runs.kill_at_step(config, logs, step, signal.SIGKILL, TMPDIR=str(logs)) == -signal.SIGKILL
+        killed = runs.kill_at_step(config, logs, step, signal.SIGKILL, module=SMALL_BLOCKS, TMPDIR=str(logs))
+        assert killed == -signal.SIGKILL
     folder = CheckpointFolder(output)
-    folder.fs.pipe_file(f"{folder.root}/step-00000003-0badc0de/model.safetensors", b"half")  # of a kill while uploading
+    folder.put("step-00000003-0badc0de/model.safetensors", b"half")  # of a kill while uploading
     runs.fit_here(config)
     assert_same_run(downloaded(output, tmp_path / "from-s3"), uninterrupted)
-    left = {name.split("/")[-1] for name in folder.fs.ls(folder.root, detail=False)}
-    assert {name for name in left if name.startswith("step-")} == {c.folder for c in folder.index().checkpoints}
+    left = {name.rstrip("/") for name in folder.store.folders("") if name.startswith("step-")}
+    assert left == {c.folder for c in folder.index().checkpoints}
 
 
 def test_a_clean_stop_with_checkpoints_on_s3_continues_and_drops_old_ones(
@@ -212,8 +217,7 @@ def test_a_clean_stop_with_checkpoints_on_s3_continues_and_drops_old_ones(
     runs.fit_here(straight, constant)
     assert_same_run(downloaded(output, tmp_path / "from-s3"), tmp_path / "run")
     assert len(folder.index().checkpoints) == 2  # keep_last, and the dropped ones are gone
-    names = {entry.split("/")[-1] for entry in folder.fs.ls(folder.root, detail=False)}
-    assert sum(name.startswith("step-") for name in names) == 2
+    assert sum(name.startswith("step-") for name in folder.store.folders("")) == 2
 
 
 def downloaded(output: str, local: Path) -> Path:
@@ -221,67 +225,6 @@ def downloaded(output: str, local: Path) -> Path:
     folder = CheckpointFolder(output)
     (local / "final").mkdir(parents=True)
     (local / "metrics.jsonl").write_text(folder.get_text("metrics.jsonl"))
-    folder.fs.get_file(f"{folder.root}/final/model.safetensors", str(local / "final" / "model.safetensors"))
+    final = folder.fetch_model("final") / "model.safetensors"
+    (local / "final" / "model.safetensors").write_bytes(final.read_bytes())
     return local
-
-
-@pytest.mark.parametrize("stage", ["write", "fsync", "rename", "switch", "cleanup"])
-def test_a_crash_at_any_stage_of_a_checkpoint_leaves_the_previous_one_loadable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
-    folder = CheckpointFolder(str(tmp_path / "run"))
-    options = {"heldout_kl": None, "keep_last": 1, "keep_best": False}
-
-    def write(content: str) -> Any:
-        def fill(path: Path) -> None:
-            (path / "model.safetensors").write_text(content)
-            if stage == "write" and content == "second":
-                raise KeyboardInterrupt
-
-        return fill
-
-    folder.save(1, write("first"), **options)
-
-    def crash(*_arguments: object, **_options: object) -> None:
-        raise KeyboardInterrupt  # not an Exception: nothing may tidy up, as with SIGKILL
-
-    with monkeypatch.context() as patch:
-        if stage == "fsync":
-            patch.setattr(checkpoint, "_fsync", crash)
-        elif stage == "rename":
-            patch.setattr(checkpoint.os, "rename", crash)
-        elif stage == "switch":
-            patch.setattr(checkpoint.os, "replace", crash)
-        elif stage == "cleanup":
-            patch.setattr(CheckpointFolder, "_remove", crash)
-        with pytest.raises(KeyboardInterrupt):
-            folder.save(2, write("second"), **options)
-    latest = folder.index().latest
-    assert latest is not None
-    expected = "second" if stage == "cleanup" else "first"  # after the switch the new one counts
-    assert (folder.fetch(latest) / "model.safetensors").read_text() == expected
-    entry = folder.save(3, write("third"), **options)  # and the run goes on
-    assert (folder.fetch(entry) / "model.safetensors").read_text() == "third"
-    assert [old.step for old in folder.index().checkpoints] == [3]
-    assert not list((tmp_path / "run").glob(".writing-*"))
-
-
-def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
-    folder = CheckpointFolder(str(tmp_path / "run"))
-    for step, kl in enumerate([3.0, 1.0, 2.0, 2.5], start=1):
-        folder.save(
-            step, lambda path: (path / "x").write_text("x"), heldout_kl=kl, keep_last=1, keep_best=True
-        )  # fmt: skip
-    assert [entry.step for entry in folder.index().checkpoints] == [2, 4]
-    assert folder.index().latest.step == 4
-    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000002", "step-00000004"]
-
-
-def test_a_damaged_checkpoint_names_its_file(tmp_path: Path) -> None:
-    folder = CheckpointFolder(str(tmp_path / "run"))
-    entry = folder.save(
-        1, lambda path: (path / "model.safetensors").write_text("abc"), heldout_kl=None, keep_last=1, keep_best=False
-    )  # fmt: skip
-    (tmp_path / "run" / entry.folder / "model.safetensors").write_text("ab")
-    with pytest.raises(checkpoint.TeacherCacheError, match=r"model.safetensors should have 3 bytes, found 2"):
-        folder.fetch(entry)

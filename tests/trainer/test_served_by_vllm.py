@@ -47,7 +47,7 @@ print("ANSWERS " + json.dumps(answers))
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's output: a student of two of SmolLM2's layers, trained on a cache of a teacher of four."""
-    from trainer.model.student import init_student
+    from trainer.model.init_student import init_student
 
     if not (SMOLLM2 / "model.safetensors").exists():
         pytest.skip(f"{SMOLLM2} is not there; `make model` makes it")

@@ -14,16 +14,10 @@ import torch
 import teachercache
 from teachercache.errors import UsageError
 from trainer.config import TrainerConfig, load_config
-from trainer.data.dataset import (
-    NO_LABEL,
-    PackedCache,
-    PackedSequence,
-    pack_records,
-)
-from trainer.fit import _auto_policy
+from trainer.data import PackedCache, PackedSequence
+from trainer.data.sequence import NO_LABEL, pack_records
 from trainer.model import activation, student
 from trainer.model.attention import DocumentLayout
-from trainer.model.student import load_student
 from trainer.optim import (
     accumulate_in_float32,
     build_optimizer,
@@ -278,18 +272,3 @@ def test_a_loss_that_does_not_exist_is_refused_before_the_cache_is_opened() -> N
     paths = ["cache=nowhere", "student=nowhere", "output=nowhere"]
     with pytest.raises(UsageError, match="tail='none' is defined at temperature 1 only"):
         load_config(None, [*paths, "loss={tail: none, temperature: 2.0}"])
-
-
-def test_auto_checkpointing_counts_the_bytes_of_the_weights_dtype(
-    student: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = TrainerConfig(cache="unused", student=str(student))
-    for dtype in (torch.bfloat16, torch.float32):
-        model = load_student(student, dtype=dtype, device=CPU)
-        weights = sum(parameter.numel() for parameter in model.parameters())
-        kept = activation.bytes_per_token(model.config, "none", dtype.itemsize) * config.data.seq_len
-        # Gradients, float32 moments and, of bf16 weights, their low bits come on top of what the layers keep.
-        other = weights * (dtype.itemsize + 8 + (2 if dtype == torch.bfloat16 else 0))
-        for free, expected in ((other + 1.26 * kept, "none"), (other + 1.24 * kept, "keep-matmuls")):
-            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (int(free), 0))
-            assert _auto_policy(model, config, torch.device("cuda"), dtype) == expected, dtype

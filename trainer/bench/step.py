@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.bench.measure import GIB, plot, release_memory, seconds
 from trainer.bench.shapes import SHAPES
-from trainer.config import OptimConfig, TrainerConfig
-from trainer.data.dataset import PackedSequence
+from trainer.config import TrainerConfig
+from trainer.data.sequence import PackedSequence
 from trainer.flops import matmul_parameters, step_flops
 from trainer.model import activation, attention
 from trainer.model.liger import apply_liger
@@ -90,7 +90,7 @@ class StepBench:
         self.uses_liger = apply_liger(self.model, liger, device)
         self.layers = self.model.model.layers
         self.device, self.vocab_size = device, settings["vocab_size"]
-        self.config = TrainerConfig(cache="synthetic", student=shape, optim=OptimConfig.model_validate(optim or {}))
+        self.config = TrainerConfig.model_validate({"cache": "synthetic", "student": shape, "optim": optim or {}})
         self.optimizer = build_optimizer(self.model, self.config.optim)
         self.parameters = matmul_parameters(self.model)
 

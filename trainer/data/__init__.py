@@ -1,5 +1,7 @@
 """Training data: stream a cache and pack it into sequences."""
 
-from trainer.data.dataset import Interrupted, PackedCache, PackedSequence, Prefetcher
+from trainer.data.dataset import PackedCache
+from trainer.data.prefetch import Interrupted, Prefetcher
+from trainer.data.sequence import PackedSequence
 
 __all__ = ["Interrupted", "PackedCache", "PackedSequence", "Prefetcher"]

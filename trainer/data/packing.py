@@ -1,7 +1,7 @@
 """Best-fit packing of documents into sequences: plain integers in, plain integers out.
 
 A sequence holds whole documents only. The packer works on blocks of records, keeps what did not fill a sequence for
-the next block, and empties itself every so many blocks, so that a resumed run repeats a bounded amount of reading.
+the next block, and empties itself every few blocks, so that a resumed run repeats a bounded amount of reading.
 
 Cost: O(n log n) comparisons for n documents of a block. Padding: on documents much shorter than a sequence under 1 %
 (tests measure it); documents just above half a sequence cannot be paired with one another, whatever the packer.
@@ -44,7 +44,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def pack_block(
     lengths: Sequence[int], capacity: int, *, flush: bool, max_carry: int, seed: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """One block: sequences to send on, in an order drawn from `seed`, and the items to carry into the next block.
+    """Pack one block: return the sequences to send on, in an order drawn from `seed`, and the items to carry over.
 
     With `flush` nothing is carried. Otherwise the emptiest sequences are, up to `max_carry` of them: a bound, so that
     documents that fit with nothing cannot pile up.

@@ -6,9 +6,8 @@
   keep-attention  keep each layer's input and the outputs of its attention: long attention is not computed twice
   keep-matmuls    keep matrix products as well: only norms, activations and rotations are recomputed
 
-Measured on one H200, 3.2 B Llama shape, one document of 32,768 tokens, AdamW with float32 moments over split bf16
-weights included (benchmarks/step_h200.py), TFLOP/s of model work and peak memory: full 421 at 50 GiB, keep-attention
-474 at 55, keep-matmuls 517 at 101, none 521 at 120 (107 with bfloat16 moments).
+On an H200, 3.2 B Llama shape, 32,768 tokens, whole steps: full 421 TFLOP/s at 50 GiB, keep-attention 474 at 55,
+keep-matmuls 517 at 101, none 521 at 120 (benchmarks/step_h200.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainer.model.types import Model
+from trainer.model import Model
 
 POLICIES = ("none", "full", "offload", "keep-attention", "keep-matmuls")
 
@@ -49,34 +48,29 @@ def apply_policy(model: Model, layers: Any, policy: str) -> None:
         if not hasattr(layer, "gradient_checkpointing"):
             raise ValueError(f"{type(layer).__name__} cannot be checkpointed: it is no GradientCheckpointingLayer")
         layer.gradient_checkpointing = policy != "none"
-        layer._gradient_checkpointing_func = _runner(policy, _draws(layers))
+        layer._gradient_checkpointing_func = _runner(policy)
 
 
-def _draws(layers: Any) -> bool:
-    """Whether the layers draw random numbers (an adapter's dropout): a recomputation must draw the same ones."""
-    return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
-
-
-def _runner(policy: str, draws: bool) -> Callable[..., Any]:
+def _runner(policy: str) -> Callable[..., Any]:
+    # No student has dropout (trainer.model.student refuses it), so no recomputation has random numbers to replay.
     if policy == "offload":
+        return _offloaded
+    kept = {"keep-attention": ATTENTION_OPS, "keep-matmuls": ATTENTION_OPS | MATMUL_OPS}.get(policy)
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, partial(_decide, kept))} if kept else {}
+    )
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **options)
 
-        def offloaded(function: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -> Any:
-            pin = hidden.is_cuda
-            # After a frozen embedding: a layer whose input needs no gradient would get none for its weights either.
-            if not hidden.requires_grad:
-                hidden = hidden.detach().requires_grad_()
-            # Reentrant, so that only the layer's input is saved here: what the layer saves inside lives no longer than
-            # its recomputation.
-            with torch.autograd.graph.save_on_cpu(pin_memory=pin):
-                return checkpoint(function, hidden, *rest, use_reentrant=True, preserve_rng_state=draws)
 
-        return offloaded
-    context = {
-        "keep-attention": partial(create_selective_checkpoint_contexts, partial(_decide, ATTENTION_OPS)),
-        "keep-matmuls": partial(create_selective_checkpoint_contexts, partial(_decide, ATTENTION_OPS | MATMUL_OPS)),
-    }.get(policy)
-    options: dict[str, Any] = {"context_fn": context} if context else {}
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=draws, **options)
+def _offloaded(function: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -> Any:
+    pin = hidden.is_cuda
+    # After a frozen embedding: a layer whose input needs no gradient would get none for its weights either.
+    if not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    # Reentrant, so that only the layer's input is saved here: what the layer saves inside lives no longer than its
+    # recomputation.
+    with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+        return checkpoint(function, hidden, *rest, use_reentrant=True, preserve_rng_state=False)
 
 
 def _decide(kept: frozenset[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -86,27 +80,27 @@ def _decide(kept: frozenset[Any], _context: Any, op: Any, *_args: Any, **_kwargs
 def tile_mlps(layers: Any, tile: int) -> None:
     """Run each layer's MLP over `tile` tokens at a time: its inner activations exist for one tile only.
 
-    Costs one more forward pass of the MLP, which at the lengths that need it is small beside attention.
+    Costs one more forward pass of the MLP, which at the lengths that need it is small next to attention.
     """
     for layer in layers:
         mlp = layer.mlp
         if not hasattr(mlp, "untiled_forward"):
             mlp.untiled_forward = mlp.forward
-        mlp.forward = partial(_tiled, mlp.untiled_forward, tile, _draws([mlp]))
+        mlp.forward = partial(_tiled, mlp.untiled_forward, tile)
 
 
-def _tiled(forward: Callable[[torch.Tensor], Any], tile: int, draws: bool, hidden: torch.Tensor) -> Any:
+def _tiled(forward: Callable[[torch.Tensor], Any], tile: int, hidden: torch.Tensor) -> Any:
     if hidden.shape[1] <= tile:
         return forward(hidden)
-    run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
+    run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     parts = [run(part) for part in hidden.split(tile, dim=1)]
-    if isinstance(parts[0], tuple):  # gpt-oss gives its router's scores [tokens, experts] along
+    if isinstance(parts[0], tuple):  # gpt-oss returns its router's scores [tokens, experts] as well
         return tuple(torch.cat(pieces, dim=-2) for pieces in zip(*parts, strict=True))
     return torch.cat(parts, dim=1)
 
 
 def bytes_per_token(config: Any, policy: str, element_size: int = 2) -> int:
-    """Estimate of what the layers keep per token until the backward pass, summed over layers.
+    """Estimate the bytes that the layers keep per token until the backward pass, summed over layers.
 
     config is a transformers text configuration; the estimate counts tensors, not allocator overhead.
     """
@@ -128,7 +122,7 @@ def bytes_per_token(config: Any, policy: str, element_size: int = 2) -> int:
 
 
 def choose_policy(config: Any, tokens: int, free_bytes: int, element_size: int = 2) -> str:
-    """The policy that recomputes least and fits: `free_bytes` is what is left beside weights, gradients and optimiser.
+    """Return the policy that recomputes least and fits in `free_bytes`, what weights, gradients and optimiser leave.
 
     Keeps a fifth free for the loss, one layer's working memory and the allocator.
     """

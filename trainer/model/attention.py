@@ -1,10 +1,10 @@
 """Attention over a packed sequence whose documents must not see one another.
 
 transformers' models call whatever is registered under `config._attn_implementation`; ours is NAME. The documents of
-the sequence arrive as the keyword `documents` (a DocumentLayout), which the models hand through to every layer.
+the sequence arrive as the keyword `layout` (a DocumentLayout), which the models pass through to every layer.
 Because NAME has no mask function, transformers builds no mask: a [T, T] mask is never materialised.
 
-Kinds (`documents.kind`):
+Kinds (`layout.kind`):
   plain      one explicit masked softmax per document: the naive twin, and what the other kinds are tested against
   documents  one causal SDPA call per document (cuDNN on Hopper, flash elsewhere); equal lengths share a call
   varlen     all documents in one call of flash attention's variable-length kernel (CUDA only)
@@ -13,18 +13,9 @@ Kinds (`documents.kind`):
   auto       chosen per batch: `documents` where all are equal, `mixed` where long documents hold half of the attention's
              work or more, else `flex`
 
-Measured on one H200, 32,768 tokens, 24/8 heads of 128, TFLOP/s of forward and backward together
-(benchmarks/attention_h200.py) and of a whole 3.2 B step (benchmarks/step_h200.py):
-
-                     documents   varlen   flex   mixed   |  step: mixed   varlen   flex
-  one document             548      323    393     545   |          517
-  8 of 4,096               464      260    325     453   |          531      497    500
-  6 of 15,360 to 512       465      298            434   |
-  64 of 512                201       95    122      96   |          527      534    539
-  49 log-normal             42      165    199     151   |
-
-A plain causal cuDNN call takes the one document at 553 (FlexAttention and the steps were measured on another day).
-FlexAttention compiles once per length of a sequence, so sequences come padded to one length on CUDA.
+Rates on an H200, forward and backward: one document of 32,768 tokens at 548 TFLOP/s through SDPA, 323 through varlen,
+393 through FlexAttention; 64 of 512 at 201, 95 and 122 (benchmarks/attention_h200.py). FlexAttention compiles once per
+length of a sequence, so sequences come padded to one length on CUDA.
 
 cuDNN plans a kernel for each new shape, which takes tens of milliseconds, so lengths are rounded up to sixteen values
 an octave: under a causal mask, rows that follow a document cannot change it, and what they compute is thrown away.
@@ -50,7 +41,7 @@ NAME = "teachercache_documents"
 KINDS = ("auto", "plain", "documents", "varlen", "flex", "mixed")
 HALF = (torch.bfloat16, torch.float16)
 LONG_DOCUMENT = 2048
-"""Tokens from which `mixed` gives a document an SDPA call of its own."""
+"""Tokens from which `mixed` gives a document a separate SDPA call."""
 
 
 @dataclass
@@ -76,7 +67,7 @@ class DocumentLayout:
 
     @property
     def num_long(self) -> int:
-        """How many documents lead the sequence that get calls of their own under `mixed`."""
+        """How many leading documents get separate calls under `mixed`."""
         count = 0
         for length in self.lengths:
             if length < self.long_document:
@@ -85,7 +76,7 @@ class DocumentLayout:
         return count
 
     def path(self, dtype: torch.dtype) -> str:
-        """The kind that `auto` means for this batch; any other kind is itself."""
+        """Return the kind that `auto` means for this batch; any other kind is itself."""
         if self.kind != "auto":
             return self.kind
         if self.device.type != "cuda" or dtype not in HALF or len(set(self.lengths)) == 1:
@@ -94,13 +85,13 @@ class DocumentLayout:
         return "mixed" if 2 * sum(work[: self.num_long]) >= sum(work) else "flex"
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """FlexAttention's mask of the documents, built once per batch and shared by all layers with this window."""
+        """Return FlexAttention's mask of the documents: built once per batch, shared by all layers with this window."""
         if window not in self._masks:
             self._masks[window] = _block_mask(self.lengths, window, self.device)
         return self._masks[window]
 
     def offsets(self, first: int) -> torch.Tensor:
-        """int32 [documents - first + 1]: where documents[first:] begin, counted from the first of them, and the end."""
+        """Return int32 [documents - first + 1]: where documents[first:] begin, counted from the first, and the end."""
         if first not in self._offsets:
             ends = list(itertools.accumulate(self.lengths[first:], initial=0))
             self._offsets[first] = torch.tensor(ends, dtype=torch.int32, device=self.device)
@@ -108,8 +99,10 @@ class DocumentLayout:
 
 
 def choose_kind(device: torch.device, requested: str = "auto") -> str:
-    """`auto` is left to each batch on CUDA; on a CPU it is a document at a time: varlen and FlexAttention's backward
-    pass do not exist there."""
+    """Return the kind for a device: `auto` is left to each batch on CUDA and means a document at a time on a CPU.
+
+    varlen and FlexAttention's backward pass do not exist on a CPU. Raises ValueError where they were requested there.
+    """
     if requested != "auto":
         if device.type != "cuda" and requested in ("varlen", "flex", "mixed"):
             raise ValueError(f"train.attention={requested} needs a CUDA device; use documents or plain")
@@ -128,14 +121,15 @@ def document_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    documents: DocumentLayout | None = None,
+    layout: DocumentLayout | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls in each layer.
+    """Compute attention in one layer: the function that transformers calls.
 
     query [1, H, T, D], key and value [1, H_kv, T, D]; returns ([1, T, H, D], None).
     sliding_window, softcap and s_aux (gpt-oss's sinks, [H]) are honoured by every kind.
-    Without `documents` each row of the batch is one document (generation, evaluation of a plain text).
+    Without `layout` each row of the batch is one document (generation, evaluation of a plain text).
+    Raises ValueError for dropout or a mask.
     """
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not supported over packed documents; set it to 0")
@@ -143,25 +137,24 @@ def document_attention(
         raise ValueError("expected no attention mask: documents say what may be attended to")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     options = _Options(scale, sliding_window, softcap, s_aux)
-    if documents is None:
+    if layout is None:
         if query.shape[2] != key.shape[2]:  # generation: keys of earlier tokens come from a cache
             return plain_attention(query, key, value, options).transpose(1, 2), None
-        documents = DocumentLayout((query.shape[2],), "documents", query.device)
-    documents.calls += 1
-    path = documents.path(query.dtype)
+        layout = DocumentLayout((query.shape[2],), "documents", query.device)
+    layout.calls += 1
+    path = layout.path(query.dtype)
     if path == "flex" or (options.special and query.is_cuda and path != "plain"):
-        out = _flex(query, key, value, documents, options)
+        out = _flex(query, key, value, layout, options)
     elif path == "plain" or options.special:
-        out = _per_document(query, key, value, documents.lengths, lambda q, k, v: plain_attention(q, k, v, options))
+        # split, not slices: its backward pass is one concatenation, that of n slices is n full-size additions.
+        parts = zip(*(tensor.split(layout.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        out = torch.cat([plain_attention(q, k, v, options) for q, k, v in parts], dim=2)
     else:
-        # The varlen kernel takes half precision alone: in float32 every document gets a call of its own.
-        short_together = query.dtype in HALF
-        first_short = len(documents.lengths)
-        if short_together and path == "varlen":
-            first_short = 0
-        elif short_together and path == "mixed":
-            first_short = documents.num_long
-        out = _long_then_short(query, key, value, documents, first_short, scale)
+        # The varlen kernel takes half precision alone: in float32 every document gets a separate call.
+        first_short = len(layout.lengths)
+        if query.dtype in HALF:
+            first_short = {"varlen": 0, "mixed": layout.num_long}.get(path, first_short)
+        out = _long_then_short(query, key, value, layout, first_short, scale)
     return out.transpose(1, 2), None
 
 
@@ -181,7 +174,7 @@ class _Options:
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
-    """Causal attention of one document, spelled out: [1, H, n, D] x [1, H_kv, m, D] -> [1, H, n, D]. O(n·m) memory.
+    """Compute causal attention of one document: [1, H, n, D] x [1, H_kv, m, D] -> [1, H, n, D] in O(n·m) memory.
 
     The queries are those of the last n of m tokens; n = m but for generation.
     """
@@ -204,26 +197,13 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
     return weights.to(v.dtype) @ v
 
 
-def _per_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], attend: Callable[..., Any]
-) -> torch.Tensor:
-    # split, not slices: the backward pass of a split is one concatenation, that of n slices is n full-size additions.
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([attend(q, k, v) for q, k, v in parts], dim=2)
-
-
 def _long_then_short(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: DocumentLayout,
-    first_short: int,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, first_short: int, scale: float
 ) -> torch.Tensor:
-    """documents[:first_short] through SDPA, the rest through varlen; the sequence has the long ones first."""
-    lengths = documents.lengths
+    """The first documents through SDPA, those from `first_short` on through varlen; the long ones come first."""
+    lengths = layout.lengths
     if first_short == 0:
-        return _varlen(query, key, value, documents, 0, scale)
+        return _varlen(query, key, value, layout, 0, scale)
     if first_short == len(lengths):
         return causal_documents(query, key, value, lengths, scale)
     border = sum(lengths[:first_short])
@@ -231,20 +211,14 @@ def _long_then_short(
         tensor.split([border, tensor.shape[2] - border], dim=2) for tensor in (query, key, value)
     )
     long = causal_documents(q, k, v, lengths[:first_short], scale)
-    short = _varlen(q_short, k_short, v_short, documents, first_short, scale)
-    return torch.cat([long, short], dim=2)
+    return torch.cat([long, _varlen(q_short, k_short, v_short, layout, first_short, scale)], dim=2)
 
 
 def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: DocumentLayout,
-    first: int,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, first: int, scale: float
 ) -> torch.Tensor:
     """documents[first:] in one call of flash attention's variable-length kernel: no padding, any lengths."""
-    offsets, longest = documents.offsets(first), max(documents.lengths[first:])
+    offsets, longest = layout.offsets(first), max(layout.lengths[first:])
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale
@@ -255,57 +229,42 @@ def _varlen(
 def causal_documents(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scale: float
 ) -> torch.Tensor:
-    """Causal SDPA of documents that follow one another, longest first: runs of equal length share one call.
+    """Run causal SDPA over documents that follow one another; equal neighbours share one call.
 
-    query [1, H, T, D], key and value [1, H_kv, T, D]; lengths add up to T, or leave one entry of padding at the end.
+    query [1, H, T, D], key and value [1, H_kv, T, D]; lengths add up to T.
     """
     if len(lengths) == 1:
         return sdpa_causal(query, key, value, scale)
-    runs: list[tuple[int, int]] = []  # (documents, length)
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            runs[-1] = (runs[-1][0] + 1, length)
-        else:
-            runs.append((1, length))
+    runs = [(len(list(equal)), length) for length, equal in itertools.groupby(lengths)]
     if len(runs) == 1:  # one call takes all: no split, and no copies of its gradient
-        batched = (_unflatten(tensor, *runs[0]) for tensor in (query, key, value))
-        return _flatten(_rounded_causal(*batched, scale=scale))
+        return _causal_run(query, key, value, *runs[0], scale)
     sizes = [count * length for count, length in runs]
     parts = zip(runs, *(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
-    outs = []
-    for (count, length), q, k, v in parts:
-        batched = (_unflatten(tensor, count, length) for tensor in (q, k, v))
-        outs.append(_flatten(_rounded_causal(*batched, scale=scale)))
-    return torch.cat(outs, dim=2)
+    return torch.cat([_causal_run(q, k, v, count, length, scale) for (count, length), q, k, v in parts], dim=2)
 
 
-def _unflatten(tensor: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """[1, H, count·length, D] -> [count, H, length, D] without a copy."""
-    return tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1)
-
-
-def _flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """[count, H, length, D] -> [1, H, count·length, D]."""
-    return tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+def _causal_run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, length: int, scale: float
+) -> torch.Tensor:
+    """`count` documents of one length, [1, H, count·length, D]; on CUDA the end is padded so that few kernels serve."""
+    # [1, H, count·length, D] -> [count, H, length, D] without a copy
+    q, k, v = (tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for tensor in (q, k, v))
+    extra = rounded_length(length) - length if q.is_cuda else 0
+    if extra:
+        q, k, v = (F.pad(tensor, (0, 0, 0, extra)) for tensor in (q, k, v))
+    out = sdpa_causal(q, k, v, scale)
+    out = out[:, :, :-extra] if extra else out
+    return out.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def rounded_length(length: int) -> int:
-    """The next of sixteen lengths an octave, at least a multiple of 128: what SDPA calls on CUDA are padded to."""
+    """Return the next of sixteen lengths an octave, a multiple of 128: what SDPA calls on CUDA are padded to."""
     step = max(128, 1 << max(0, length.bit_length() - 5))
     return -(-length // step) * step
 
 
-def _rounded_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """On CUDA, pad the end so that a few kernel plans serve all lengths."""
-    extra = rounded_length(q.shape[2]) - q.shape[2] if q.is_cuda else 0
-    if not extra:
-        return sdpa_causal(q, k, v, scale)
-    q, k, v = (F.pad(tensor, (0, 0, 0, extra)) for tensor in (q, k, v))
-    return sdpa_causal(q, k, v, scale)[:, :, :-extra]
-
-
 def sdpa_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """One causal call over a batch of documents of one length, through the fastest kernel that takes it."""
+    """Run one causal call over a batch of documents of one length, through the fastest kernel that takes it."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.is_cuda and q.dtype not in HALF:
         # The one float32 kernel on CUDA that is linear in memory takes no grouped heads.
@@ -343,7 +302,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentLayout, options: _Options
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: _Options
 ) -> torch.Tensor:
     attend: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
     softcap = options.softcap
@@ -357,7 +316,7 @@ def _flex(
         key,
         value,
         score_mod=capped if softcap is not None else None,
-        block_mask=documents.block_mask(options.window),
+        block_mask=layout.block_mask(options.window),
         scale=options.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_lse=options.sinks is not None,

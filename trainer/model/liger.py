@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any
 
 import torch
 
 from teachercache.errors import UsageError
+from trainer.model import Model
 from trainer.model.student import decoder
-from trainer.model.types import Model
 
 
 def apply_liger(model: Model, wanted: str, device: torch.device) -> bool:
-    """Replace norms, rotary embeddings and gated MLPs of a loaded model in place; returns whether it happened.
+    """Replace norms, rotary embeddings and gated MLPs of a loaded model in place; return whether it happened.
 
-    wanted  auto | on | off. Liger's own loss is never used: ours takes hidden states.
+    wanted  auto | on | off. Liger's loss is never used: ours takes hidden states.
     Raises UsageError for `on` where it cannot be done.
     """
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
@@ -34,8 +35,6 @@ def apply_liger(model: Model, wanted: str, device: torch.device) -> bool:
                 f"train.liger=on: liger-kernel has no layers for {model.config.model_type} on {device.type}; use auto"
             )
         return False
-    import inspect
-
     accepted = inspect.signature(patch).parameters
     losses_off = {name: False for name in ("cross_entropy", "fused_linear_cross_entropy") if name in accepted}
     patch(model=model, **losses_off)
@@ -46,9 +45,9 @@ def apply_liger(model: Model, wanted: str, device: torch.device) -> bool:
 def rotate_copies(model: Model) -> None:
     """Let liger's rotary embedding work on copies of queries and keys.
 
-    It writes into its arguments, which are the very outputs of the projections, behind autograd's back. Checkpointing
-    that keeps matrix products (`keep-matmuls`) would find them rotated already and rotate them again: gradients came
-    out wrong by a factor of 57 (tests/trainer/test_activation.py). The copies cost a read and a write of q and k.
+    It writes into its arguments, the very outputs of the projections, behind autograd's back. Checkpointing that keeps
+    matrix products (`keep-matmuls`) would find them rotated already and rotate them again. The copies cost a read and
+    a write of q and k.
     """
     module = sys.modules[type(decoder(model)).__module__]
     rotate = getattr(module, "apply_rotary_pos_emb", None)

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: for students whose gradients and optimiser state do not fit beside their weights."""
+"""Low-rank adapters through peft: for students whose gradients and optimiser state do not fit next to their weights."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import copy
 from pathlib import Path
 
 from teachercache.errors import UsageError
-from trainer.config import LoraConfig
-from trainer.model.types import Model
+from trainer.model import Model
 
 
-def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
-    """Freeze the model and give it adapters: new ones, or those of the checkpoint folder `saved`.
+def add(model: Model, *, rank: int, alpha: int, saved: Path | None) -> Model:
+    """Freeze the model and give all its linear layers but the LM head adapters: new ones, or those in folder `saved`.
 
-    Raises UsageError where peft is not installed, and for adapters on the head.
+    Raises UsageError where peft is not installed.
     """
     try:
         import peft
@@ -23,21 +22,13 @@ def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
     if saved is not None:
         wrapped = peft.PeftModel.from_pretrained(model, str(saved), is_trainable=True)
     else:
-        settings = peft.LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.target_modules
-        )
-        wrapped = peft.get_peft_model(model, settings)
-    base: Model = wrapped.get_base_model()
-    if hasattr(base.get_output_embeddings(), "base_layer"):
-        raise UsageError(
-            f"lora.target_modules = {config.target_modules} adapts the head, whose plain weight the loss multiplies with, so "
-            "that adapter would never train; leave the head out"
-        )
+        # peft's "all-linear" leaves out the head, whose plain weight the loss multiplies with.
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
     # The embedding is frozen, so a checkpointed first layer would see an input without a gradient.
     wrapped.enable_input_require_grads()
     return wrapped
 
 
 def merged(model: Model) -> Model:
-    """A copy of the model with its adapters folded into its weights: loads without peft. Costs a copy's memory."""
+    """Return a copy of the model with its adapters folded into its weights: it loads without peft."""
     return copy.deepcopy(model).merge_and_unload()

@@ -1,8 +1,8 @@
-"""Students: loading one, checking that a cache fits it, cutting one from its teacher, calling its parts.
+"""Students: load one, check that a cache fits it, call its parts.
 
 A student is any causal language model that transformers loads. The trainer calls its decoder for hidden states and
-hands the head's weight to the loss, so logits never exist; what else the model does to its logits (scaling, soft cap,
-bias) is read from its configuration here and nowhere else.
+passes the LM head's weight to the loss, so logits never exist. What else the model does to its logits (scaling, soft
+cap, bias) is read from its configuration here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,25 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from teachercache import Cache, fingerprint_tokenizer
 from teachercache.errors import UsageError
-from teachercache.fingerprint import fingerprint_tokenizer
-from trainer.model import attention
-from trainer.model.types import Model
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files that go along from a student to its checkpoints."""
+from teachercache.fingerprint import TOKENIZER_FILES
+from trainer.model import Model, attention
 
 
 @dataclass(frozen=True)
@@ -44,20 +31,21 @@ class Head:
     softcap: float | None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, d] -> float32 [N, V]: the naive twin of the fused loss's first product."""
+        """Return float32 logits [N, V] of hidden states [N, d]: the naive twin of the fused loss's first product."""
         logits = (self.scaled(hidden) @ self.weight.to(hidden.dtype).T).float()
         if self.bias is not None:
             logits = logits + self.bias.float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap is not None else logits
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states [N, d] times `scale`: what the loss multiplies with the weight."""
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
 def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Model:
     """Load a causal LM from a Hugging Face folder, with attention that keeps documents apart.
 
-    Raises UsageError when the folder holds no model.
+    Raises UsageError when the folder holds no model, or one with dropout.
     """
     check_folder(folder)
     try:
@@ -78,18 +66,24 @@ def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trus
 
 
 def check_folder(folder: Path) -> None:
+    """Raise UsageError unless the folder holds a model's configuration."""
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is not a Hugging Face model folder: it has no config.json")
 
 
+def base(model: Model) -> Model:
+    """Return the model without the wrapper that peft puts around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def decoder(model: Model) -> Model:
-    """The part of a causal LM that returns last hidden states: of one that also sees images, its text part."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps
-    return getattr(base.base_model, "language_model", base.base_model)
+    """Return the part of a causal LM that gives last hidden states: of one that also sees images, its text part."""
+    inner = base(model).base_model
+    return getattr(inner, "language_model", inner)
 
 
 def layer_stack(model: Model) -> tuple[str, Any]:
-    """The decoder's list of layers, and the attribute under which it holds it.
+    """Return the attribute under which the decoder holds its layers, and the list of layers.
 
     Raises UsageError for a model that keeps its layers elsewhere.
     """
@@ -101,7 +95,11 @@ def layer_stack(model: Model) -> tuple[str, Any]:
 
 
 def freeze_what_text_does_not_use(model: Model) -> None:
-    """Train the decoder and the head alone: a vision tower gets no gradient, but it would get weight decay."""
+    """Freeze everything but the decoder and the LM head.
+
+    A vision tower gets no gradient from text. Trainable, it would be given moments and a float32 buffer of zeros in
+    the gradient's place, and decay under `weight_decay`.
+    """
     used = {
         id(parameter) for part in (decoder(model), model.get_output_embeddings()) for parameter in part.parameters()
     }
@@ -111,8 +109,9 @@ def freeze_what_text_does_not_use(model: Model) -> None:
 
 
 def head(model: Model) -> Head:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config, layer = base.config.get_text_config(), base.get_output_embeddings()
+    """Return the model's LM head as the loss needs it; tensors are the model's own, not copies."""
+    inner = base(model)
+    config, layer = inner.config.get_text_config(), inner.get_output_embeddings()
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite divides
         scale = 1.0 / config.logits_scaling
@@ -125,15 +124,16 @@ def hidden_states(
     model: Model,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    documents: attention.DocumentLayout,
+    layout: attention.DocumentLayout,
 ) -> torch.Tensor:
-    """int64 [T], int64 [T] -> last hidden states [T, d] of one packed sequence."""
-    before = documents.calls
-    output = decoder(model)(
-        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, documents=documents
-    )
-    calls, layers = documents.calls - before, model.config.get_text_config().num_hidden_layers
-    if calls < layers:  # attention of its own, a recurrence or a convolution over time
+    """Return the last hidden states [T, d] of one packed sequence of int64 [T] ids and [T] positions.
+
+    Raises UsageError for a model with layers that mix tokens without `trainer.model.attention`.
+    """
+    before = layout.calls
+    output = decoder(model)(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, layout=layout)
+    calls, layers = layout.calls - before, model.config.get_text_config().num_hidden_layers
+    if calls < layers:  # another attention, a recurrence or a convolution over time
         raise UsageError(
             f"{type(model).__name__} mixes tokens without trainer.model.attention: {calls} of its {layers} layers called it, so "
             "packed documents would see one another; choose a student with attention in every layer"
@@ -141,7 +141,20 @@ def hidden_states(
     return output.last_hidden_state[0]
 
 
-def check_fits(folder: Path, cache: Any) -> None:
+@torch.no_grad()
+def row_logits(
+    model: Model,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    row_index: torch.Tensor,
+    layout: attention.DocumentLayout,
+) -> torch.Tensor:
+    """Return a live model's float32 logits [R, V] at int64 [R] positions of a packed sequence: R · V · 4 bytes."""
+    hidden = hidden_states(model, input_ids, position_ids, layout)
+    return head(model).logits(hidden.index_select(0, row_index))
+
+
+def check_fits(folder: Path, cache: Cache) -> None:
     """Refuse a cache whose rows mean something else to this student; reads no weights.
 
     The tokenizers must be the same, and every id that the teacher may give must have a row in the student's head.
@@ -165,98 +178,15 @@ def check_fits(folder: Path, cache: Any) -> None:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files (and generation settings) of a model folder, held in memory.
+    """Return the tokenizer's files and the generation settings of a model folder: they go along to its checkpoints.
 
     In memory, because a resumed run's folder is a checkpoint that is removed once newer ones are kept.
     """
-    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    names = (*TOKENIZER_FILES, "generation_config.json")
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> None:
+    """Write files by name into a folder."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
-
-
-def choose_layers(rule: str, num_layers: int) -> list[int]:
-    """Which of the teacher's layers a student keeps.
-
-    "every-2" keeps 0, 2, 4, …; "first-8" the first eight; "0,3-5,9" those; the order is the teacher's.
-    Raises UsageError for a rule that names no layer or one that does not exist.
-    """
-    try:
-        if rule.startswith("every-"):
-            layers = list(range(0, num_layers, int(rule.removeprefix("every-"))))
-        elif rule.startswith("first-"):
-            layers = list(range(int(rule.removeprefix("first-"))))
-        else:
-            layers = []
-            for part in rule.split(","):
-                low, _, high = part.partition("-")
-                layers.extend(range(int(low), int(high or low) + 1))
-    except ValueError as error:
-        raise UsageError(f"expected layers as every-2, first-8 or 0,3-5,9; found {rule!r}") from error
-    layers = sorted(set(layers))
-    if not layers or layers[-1] >= num_layers:
-        raise UsageError(f"--layers {rule} means {layers}, but the teacher has layers 0 to {num_layers - 1}")
-    return layers
-
-
-def init_student(
-    teacher: Path, out: Path, *, layers: str = "every-2", mlp: int | None = None, trust_remote_code: bool = False
-) -> dict[str, Any]:
-    """Cut a student from its teacher: keep chosen layers and, if told, the strongest `mlp` units of each MLP.
-
-    Everything else (embeddings, head, norms, tokenizer) is the teacher's own. Returns what was made, for printing.
-    Raises UsageError when `out` exists already or the teacher is not a Llama-like model that can be cut.
-    """
-    check_folder(teacher)
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} is not empty: choose another --out, or remove it")
-    config = AutoConfig.from_pretrained(teacher, trust_remote_code=trust_remote_code)
-    kept = choose_layers(layers, config.get_text_config().num_hidden_layers)
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto", trust_remote_code=trust_remote_code)
-    name, stack = layer_stack(model)
-    cut: Any = torch.nn.ModuleList(stack[index] for index in kept)
-    setattr(decoder(model), name, cut)
-    text = model.config.get_text_config()
-    text.num_hidden_layers = len(kept)
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[index] for index in kept]
-    for new_index, layer in enumerate(cut):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = new_index
-    if mlp is not None:
-        _cut_mlps(cut, text, mlp)
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
-    write_files(tokenizer_files(teacher), out)
-    return {
-        "student": str(out),
-        "teacher": str(teacher),
-        "layers": kept,
-        "intermediate_size": getattr(text, "intermediate_size", None),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
-
-
-@torch.no_grad()
-def _cut_mlps(layers: Any, config: Any, width: int) -> None:
-    """Keep the units of each gated MLP whose three weight vectors have the largest product of norms."""
-    if not 0 < width <= config.intermediate_size:
-        raise UsageError(f"--mlp {width}: expected 1 to {config.intermediate_size}, the teacher's own width")
-    for layer in layers:
-        mlp = getattr(layer, "mlp", None)
-        if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
-            raise UsageError(f"--mlp needs gated MLPs (gate_proj, up_proj, down_proj); found {type(mlp).__name__}")
-        gate, up, down = (getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        strength = gate.weight.float().norm(dim=1) * up.weight.float().norm(dim=1) * down.weight.float().norm(dim=0)
-        keep = strength.topk(width).indices.sort().values
-        for linear in (gate, up):
-            linear.weight = torch.nn.Parameter(linear.weight[keep].clone())
-            if linear.bias is not None:
-                linear.bias = torch.nn.Parameter(linear.bias[keep].clone())
-            linear.out_features = width
-        down.weight = torch.nn.Parameter(down.weight[:, keep].clone())
-        down.in_features = width
-    config.intermediate_size = width

@@ -9,12 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from teachercache.errors import UsageError
 from tests.trainer import runs
 from trainer.checkpoint import resolve_model_folder
-from trainer.config import LoraConfig
-from trainer.model import lora
-from trainer.model.student import load_student
 
 peft = pytest.importorskip("peft", reason="needs the package peft")
 
@@ -49,10 +45,3 @@ def test_a_lora_run_resumes_bitwise_and_its_final_model_is_plain(cache_url: str,
     ids = torch.arange(3, 13)[None]
     out = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final").generate(ids, max_new_tokens=3)
     assert out.shape == (1, 13)
-
-
-def test_an_adapter_on_the_head_is_refused(student: Path) -> None:
-    """The loss multiplies with the head's own weight: such an adapter would get no gradient, and say nothing."""
-    model = load_student(student, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(UsageError, match="adapts the head"):
-        lora.add(model, LoraConfig(target_modules=["q_proj", "lm_head"]), saved=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from transformers import (
 )
 
 from teachercache.errors import UsageError
+from teachercache.fingerprint import TOKENIZER_FILES, fingerprint_tokenizer
 from tests.trainer import runs, tiny
 from trainer.checkpoint import CheckpointFolder, resolve_model_folder
-from trainer.model.student import init_student, load_student
+from trainer.model.init_student import init_student
+from trainer.model.student import load_student
 
 # The head has 384 rows, the tokenizer 320 tokens: the rest is padding that no student may put mass on.
 SMALL: dict[str, Any] = {
@@ -103,7 +106,7 @@ def test_a_student_on_s3_is_trained_and_a_run_there_is_evaluated(
 ) -> None:
     place = CheckpointFolder(f"{s3_url}/models/student")
     for path in student.iterdir():
-        place.put_file(path.name, path)
+        place.put(path.name, path)
     config = runs.write_config(
         tmp_path / "train.yaml", cache=cache_url, student=f"{s3_url}/models/student", output=f"{s3_url}/run",
         data={"seq_len": 128}, train={"max_steps": 3, "threads": 1},
@@ -115,6 +118,17 @@ def test_a_student_on_s3_is_trained_and_a_run_there_is_evaluated(
         resolve_model_folder(f"{s3_url}/run/final") / "model.safetensors"
     ).read_bytes()
     run = CheckpointFolder(f"{s3_url}/run")
-    assert run.fs.ls(f"{run.root}/tensorboard")
+    assert run.store.list("tensorboard/")
     with pytest.raises(UsageError, match=r"neither config\.json nor"):
         resolve_model_folder(f"{s3_url}/models/nothing")
+
+
+def test_every_tokenizer_file_travels_with_a_student(tmp_path: Path, teacher: Path) -> None:
+    """chat_template.json too: without it the student's tokenizer would have another identity."""
+    copy = tmp_path / "teacher"
+    shutil.copytree(teacher, copy)
+    (copy / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    init_student(copy, tmp_path / "student")
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        assert (tmp_path / "student" / name).exists() == (copy / name).exists(), name
+    assert fingerprint_tokenizer(tmp_path / "student") == fingerprint_tokenizer(copy)

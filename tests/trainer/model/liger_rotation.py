@@ -1,4 +1,4 @@
-"""Run by test_activation.py with TRITON_INTERPRET=1: prints, as JSON, each policy's gradient error under liger's rotation.
+"""Run by test_liger.py with TRITON_INTERPRET=1: prints, as JSON, each policy's gradient error under liger's rotation.
 
 liger-kernel's rotary embedding runs in Triton's interpreter on a CPU; its other layers do not.
 """
@@ -30,9 +30,9 @@ def gradients(policy: str, rotation: str) -> dict[str, torch.Tensor]:
         rotate_copies(model)
         rotate_copies(model)  # a second model of the same module
     activation.apply_policy(model, student.decoder(model).layers, policy)
-    documents = attention.DocumentLayout((16, 8), "documents", torch.device("cpu"))
+    layout = attention.DocumentLayout((16, 8), "documents", torch.device("cpu"))
     position_ids = torch.cat([torch.arange(16), torch.arange(8)])
-    hidden = student.hidden_states(model, torch.arange(3, 27), position_ids, documents)
+    hidden = student.hidden_states(model, torch.arange(3, 27), position_ids, layout)
     (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

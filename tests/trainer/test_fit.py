@@ -17,9 +17,10 @@ import s3fs
 from teachercache.errors import TeacherCacheError, UsageError
 from tests.servers import Server, serve
 from tests.trainer import runs, tiny
-from trainer import fit
+from tests.trainer.small_blocks import small_blocks
+from trainer import fit, setup
 from trainer.config import load_config
-from trainer.patience import is_outage, patiently
+from trainer.data import Prefetcher
 
 AWAY_S = float(os.environ.get("TEACHERCACHE_TEST_OUTAGE_S", "4"))
 """How long the S3 server stays away; 30 to repeat the figure of the promise."""
@@ -30,7 +31,7 @@ def settings(cache: str, student: Path, output: str) -> dict[str, Any]:
         "cache": cache,
         "student": str(student),
         "output": output,
-        "data": {"seq_len": 64, "block_sequences": 1, "blocks_per_flush": 1, "prefetch": 1},
+        "data": {"seq_len": 64},
         "optim": {"lr": 1e-3},
         "train": {"threads": 1, "epochs": 4},
         "checkpoint": {"every_steps": 10},
@@ -44,7 +45,7 @@ def server_pid(endpoint: str) -> int:
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             return connection.pid
-    raise AssertionError(f"nobody listens on {endpoint}")
+    raise AssertionError(f"nothing listens on {endpoint}")
 
 
 def test_an_s3_server_that_goes_away_costs_a_pause(
@@ -73,41 +74,15 @@ def test_an_s3_server_that_goes_away_costs_a_pause(
             return real(self, *arguments, **options)
 
         monkeypatch.setattr(fit.Step, "run", run)
+        # Little is read ahead, so that the outage falls into the reading.
+        monkeypatch.setitem(Prefetcher.__init__.__kwdefaults__, "depth", 1)
         started = time.monotonic()
-        summary = fit.fit(config)
+        with small_blocks(1, 1):
+            summary = fit.fit(config)
         seconds = time.monotonic() - started
     print(f"{summary['steps']} steps in {seconds:.1f} s, the store away for {AWAY_S:.0f} s of them")
     assert summary["data"]["documents"] == 4 * 30
     assert calls == summary["steps"]
-
-
-def test_a_store_that_stays_away_is_given_up_after_the_stated_patience() -> None:
-    def fail() -> None:
-        raise ConnectionRefusedError("nobody listens")
-
-    started = time.monotonic()
-    with pytest.raises(ConnectionRefusedError):
-        patiently(fail, patience_s=0.3, what="reading", first_wait_s=0.1)
-    assert time.monotonic() - started < 2
-
-
-@pytest.mark.parametrize(
-    ("error", "outage"),
-    [
-        (ConnectionResetError(), True),
-        (TimeoutError(), True),
-        (OSError(5, "input/output error"), True),
-        (FileNotFoundError(2, "no such file"), False),
-        (PermissionError(13, "denied"), False),
-        (ValueError("a bug"), False),
-        (TeacherCacheError("something is wrong"), False),
-    ],
-)
-def test_an_outage_is_told_from_an_error(error: Exception, outage: bool) -> None:
-    assert is_outage(error) is outage
-    wrapped = TeacherCacheError("could not read")
-    wrapped.__cause__ = error
-    assert is_outage(wrapped) is outage
 
 
 def test_a_corrupted_file_stops_with_its_name(teacher: Path, student: Path, tmp_path: Path) -> None:
@@ -137,7 +112,7 @@ def test_wrong_credentials_fail_before_the_model_loads(
     config = load_config(runs.write_config(tmp_path / "t.yaml", **settings(url, student, str(tmp_path / "run"))), [])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-0000000000000000000")
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(fit, "load_for_training", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(setup, "load_for_training", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(UsageError) as caught:
         fit.fit(config)
     assert "wrong-secret" not in str(caught.value)

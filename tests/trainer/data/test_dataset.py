@@ -12,18 +12,7 @@ import torch
 import teachercache
 from teachercache.errors import TeacherCacheError
 from tests.trainer import tiny
-from trainer.data.dataset import (
-    NO_LABEL,
-    PackedCache,
-    PackedSequence,
-    Prefetcher,
-    pack_records,
-)
-
-
-@pytest.fixture(scope="module")
-def cache(cache_url: str) -> teachercache.Cache:
-    return teachercache.open(cache_url)
+from trainer.data import PackedCache, PackedSequence
 
 
 def same(ours: PackedSequence, theirs: PackedSequence) -> bool:
@@ -60,17 +49,7 @@ def test_every_row_of_every_document_arrives_once_with_its_own_numbers(cache: te
     assert seen == set(records)
 
 
-def test_a_last_row_that_may_be_learnt_has_no_label(cache: teachercache.Cache) -> None:
-    import dataclasses
-
-    record = next(iter(cache.records(split="train")))
-    record = dataclasses.replace(record, loss_mask=np.ones_like(record.loss_mask))
-    sequence = pack_records([record])
-    assert sequence.labels[-1] == NO_LABEL
-    assert sequence.row_index[-1] == len(record.input_ids) - 1
-
-
-def test_padding_is_a_document_of_its_own_without_rows(cache: teachercache.Cache) -> None:
+def test_padding_is_a_separate_document_without_rows(cache: teachercache.Cache) -> None:
     for sequence in PackedCache(cache, seq_len=128, pad=True):
         assert len(sequence.input_ids) == 128 == sum(sequence.document_lengths)
         if sequence.num_padding:
@@ -111,51 +90,10 @@ def test_resuming_from_any_state_continues_with_the_next_batch(
 
 def test_a_state_of_another_run_is_refused(cache: teachercache.Cache) -> None:
     state = next(iter(PackedCache(cache, seq_len=128).with_states()))[1]
-    with pytest.raises(TeacherCacheError, match="world_size 1, this run has 2"):
-        PackedCache(cache, seq_len=128, world_size=2, state=state)
+    with pytest.raises(TeacherCacheError, match="split train, this run has heldout"):
+        PackedCache(cache, split="heldout", seq_len=128, state=state)
     with pytest.raises(TeacherCacheError, match="seed"):
         PackedCache(cache, seq_len=128, seed=5, state=state)
-
-
-def test_the_prefetcher_hands_over_the_same_batches_and_states(cache: teachercache.Cache) -> None:
-    plain = list(PackedCache(cache, seq_len=128).with_states())
-    for depth in (0, 1, 4):
-        prefetcher = Prefetcher(PackedCache(cache, seq_len=128), depth=depth)
-        pairs = list(prefetcher)
-        assert next(prefetcher, None) is None  # at the end of a batch that the data did not fill, fit asks again
-        prefetcher.close()
-        assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(pairs, plain, strict=True))
-
-
-def test_the_prefetcher_waits_for_a_store_that_is_away_and_repeats_nothing(
-    cache: teachercache.Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = names(sequence for sequence, _ in PackedCache(cache, seq_len=128).with_states())
-    real, failures = teachercache.Cache.stream, iter([3, 1, 2])
-
-    def flaky(self: teachercache.Cache, *args: object, **options: object) -> object:
-        stream = real(self, *args, **options)
-        left = next(failures, None)
-        if left is None:
-            return stream
-
-        class Flaky:
-            def __next__(self) -> object:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise ConnectionResetError("the server went away")
-                return next(stream)
-
-            state, close = stream.state, stream.close
-
-        return Flaky()
-
-    monkeypatch.setattr(teachercache.Cache, "stream", flaky)
-    monkeypatch.setattr("trainer.patience.time.sleep", lambda _seconds: None)
-    prefetcher = Prefetcher(PackedCache(cache, seq_len=128), depth=2)
-    assert names(sequence for sequence, _ in prefetcher) == plain
-    prefetcher.close()
 
 
 def test_long_documents_are_truncated_dropped_or_refused_and_counted(cache: teachercache.Cache) -> None:

@@ -1,0 +1,114 @@
+"""Cut a student from its teacher: keep some layers and, on request, the strongest units of each MLP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from teachercache.errors import UsageError
+from trainer.model.student import check_folder, decoder, layer_stack, tokenizer_files, write_files
+
+
+def teacher_folder(name: str) -> Path:
+    """Return a folder as it is, or the snapshot of a hub id such as owner/model, downloaded once by the hub's client.
+
+    Raises UsageError where it is neither.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        return folder
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{name}: neither a folder here nor a model that the hub gives ({reason})") from error
+
+
+def choose_layers(rule: str, num_layers: int) -> list[int]:
+    """Return the teacher's layers that a student keeps, in the teacher's order.
+
+    "every-2" keeps 0, 2, 4, …; "first-8" the first eight; "0,3-5,9" those.
+    Raises UsageError for a rule that names no layer or one that does not exist.
+    """
+    try:
+        if rule.startswith("every-"):
+            layers = list(range(0, num_layers, int(rule.removeprefix("every-"))))
+        elif rule.startswith("first-"):
+            layers = list(range(int(rule.removeprefix("first-"))))
+        else:
+            layers = []
+            for part in rule.split(","):
+                low, _, high = part.partition("-")
+                layers.extend(range(int(low), int(high or low) + 1))
+    except ValueError as error:
+        raise UsageError(f"expected layers as every-2, first-8 or 0,3-5,9; found {rule!r}") from error
+    layers = sorted(set(layers))
+    if not layers or layers[-1] >= num_layers:
+        raise UsageError(f"--layers {rule} means {layers}, but the teacher has layers 0 to {num_layers - 1}")
+    return layers
+
+
+def init_student(
+    teacher: Path, out: Path, *, layers: str = "every-2", mlp: int | None = None, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Cut a student from its teacher, save it at `out`, and return what was made, for printing.
+
+    Embeddings, head, norms and tokenizer are copied. Reads the whole teacher into memory.
+    Raises UsageError when `out` is not empty or the teacher is not a Llama-like model that can be cut.
+    """
+    check_folder(teacher)
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty: choose another --out, or remove it")
+    config = AutoConfig.from_pretrained(teacher, trust_remote_code=trust_remote_code)
+    kept = choose_layers(layers, config.get_text_config().num_hidden_layers)
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto", trust_remote_code=trust_remote_code)
+    name, stack = layer_stack(model)
+    cut: Any = torch.nn.ModuleList(stack[index] for index in kept)
+    setattr(decoder(model), name, cut)
+    text = model.config.get_text_config()
+    text.num_hidden_layers = len(kept)
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[index] for index in kept]
+    for new_index, layer in enumerate(cut):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = new_index
+    if mlp is not None:
+        _cut_mlps(cut, text, mlp)
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    write_files(tokenizer_files(teacher), out)
+    return {
+        "student": str(out),
+        "teacher": str(teacher),
+        "layers": kept,
+        "intermediate_size": getattr(text, "intermediate_size", None),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+@torch.no_grad()
+def _cut_mlps(layers: Any, config: Any, width: int) -> None:
+    """Keep the units of each gated MLP whose three weight vectors have the largest product of norms."""
+    if not 0 < width <= config.intermediate_size:
+        raise UsageError(f"--mlp {width}: expected 1 to {config.intermediate_size}, the teacher's own width")
+    for layer in layers:
+        mlp = getattr(layer, "mlp", None)
+        if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
+            raise UsageError(f"--mlp needs gated MLPs (gate_proj, up_proj, down_proj); found {type(mlp).__name__}")
+        gate, up, down = (getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        strength = gate.weight.float().norm(dim=1) * up.weight.float().norm(dim=1) * down.weight.float().norm(dim=0)
+        keep = strength.topk(width).indices.sort().values
+        for linear in (gate, up):
+            linear.weight = torch.nn.Parameter(linear.weight[keep].clone())
+            if linear.bias is not None:
+                linear.bias = torch.nn.Parameter(linear.bias[keep].clone())
+            linear.out_features = width
+        down.weight = torch.nn.Parameter(down.weight[:, keep].clone())
+        down.in_features = width
+    config.intermediate_size = width

@@ -1,0 +1,238 @@
+"""What a run continues from: how far it is, what its checkpoints hold, what must be as before and what may differ."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from teachercache import Cache
+from teachercache.errors import UsageError
+from trainer.checkpoint import FINAL, CheckpointFolder
+from trainer.config import TrainConfig, TrainerConfig
+from trainer.data.dataset import PackedCache
+from trainer.model import Model, lora, student
+
+STATE = "trainer_state.json"
+OPTIMIZER = "optimizer.pt"
+STEPS_BEFORE_SPIKES = 20
+"""Steps in which the running mean of the loss settles before train.spike_factor counts."""
+MUST_MATCH = ("split", "seed", "loss", "lora")
+
+
+class Saved(NamedTuple):
+    """A run's newest checkpoint, in a local folder."""
+
+    folder: Path
+    state: dict[str, Any]
+
+
+def newest(run: CheckpointFolder) -> Saved | None:
+    """Return a run's newest checkpoint, downloaded where it is remote, or None before the first."""
+    latest = run.index().latest
+    if latest is None:
+        return None
+    folder = run.fetch(latest)
+    return Saved(folder, json.loads((folder / STATE).read_text(encoding="utf-8")))
+
+
+@dataclass
+class Progress:
+    """How far a run is, and where it ends."""
+
+    epochs: int | None
+    max_steps: int | None
+    total_tokens: int
+    """Tokens of one epoch."""
+    step: int = 0
+    rows: int = 0
+    tokens: int = 0
+    mean_loss: float | None = None
+    """Running mean of the steps' losses, nats."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The dataset's state after the last step."""
+
+    @classmethod
+    def start(cls, train: TrainConfig, total_tokens: int, saved: dict[str, Any] | None) -> Progress:
+        """Return the progress of a new run, or of one that continues from a checkpoint's state."""
+        epochs = train.epochs or (None if train.max_steps else 1)
+        kept = {key: saved[key] for key in ("step", "rows", "tokens", "mean_loss", "data")} if saved else {}
+        return cls(epochs, train.max_steps, total_tokens, **kept)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last of `max_steps` was taken; the end of the data is not seen here."""
+        return self.max_steps is not None and self.step >= self.max_steps
+
+    def share(self, tokens_done: int) -> float:
+        """Return the share of the run in [0, 1]: by tokens where the data ends it, by steps where max_steps is first."""
+        shares = []
+        if self.max_steps:
+            shares.append(self.step / self.max_steps)
+        if self.epochs:
+            shares.append(tokens_done / max(1, self.epochs * self.total_tokens))
+        return min(1.0, max(shares))
+
+    def loss_limit(self, spike_factor: float | None) -> float | None:
+        """Return the largest loss that the next step may have; None is any."""
+        if spike_factor is None or self.mean_loss is None or self.step < STEPS_BEFORE_SPIKES:
+            return None
+        return spike_factor * self.mean_loss
+
+    def count(self, *, loss: float, rows: int, tokens: int) -> None:
+        """Add one step."""
+        self.step += 1
+        self.rows += rows
+        self.tokens += tokens
+        self.mean_loss = loss if self.mean_loss is None else 0.95 * self.mean_loss + 0.05 * loss
+
+
+class Checkpointer:
+    """Write a run's checkpoints and its final model; restore what a checkpoint holds next to the weights.
+
+    source  the folder that the model came from: its tokenizer goes along
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        source: Path,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        cache: Cache,
+        config: TrainerConfig,
+    ) -> None:
+        self.folder, self.model, self.optimizer, self.progress = folder, model, optimizer, progress
+        self._tokenizer, self._adapters = student.tokenizer_files(source), config.lora is not None
+        self._keep_last = config.checkpoint.keep_last
+        self._run = {
+            "manifest_number": cache.manifest.number,
+            "spec_digest": cache.spec.digest,
+            "config": config.model_dump(mode="json"),
+        }
+        self.evaluated: tuple[int, float] | None = None
+        """Step and held-out KL of the last evaluation in this process."""
+
+    def restore(self, source: Path) -> None:
+        """Load the optimiser's and the random generators' state of a checkpoint."""
+        state = torch.load(source / OPTIMIZER, map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state["cuda_rng"])
+
+    def heldout_kl(self) -> float | None:
+        """Return what this step's evaluation found, in this process or in the one that saved its checkpoint."""
+        step = self.progress.step
+        if self.evaluated and self.evaluated[0] == step:
+            return self.evaluated[1]
+        saved = [entry.heldout_kl for entry in self.folder.index().checkpoints if entry.step == step]
+        return saved[0] if saved else None
+
+    def save(self) -> None:
+        """Write this step's checkpoint, unless it exists."""
+        self.folder.save(self.progress.step, self._write, heldout_kl=self.heldout_kl(), keep_last=self._keep_last)
+
+    def finish(self) -> dict[str, Any]:
+        """Write the final model, with adapters merged, and mark the run finished; return its summary."""
+        index, progress, url = self.folder.index(), self.progress, self.folder.url
+        latest, best = index.latest, index.best
+        measured: dict[str, Any] = {}
+        if latest and best:
+            measured["heldout_kl"] = latest.heldout_kl
+            measured["best"] = f"step {best.step}: {best.heldout_kl:.4f} nats, {url}/{best.folder}"
+        summary = {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "steps": progress.step,
+            "rows": progress.rows,
+            "tokens": progress.tokens,
+            "loss_mean": progress.mean_loss,
+            **measured,
+            "checkpoint": f"{url}/{latest.folder}" if latest else None,
+            "model": f"{url}/{FINAL}",
+            "data": vars(PackedCache.counts_of(progress.data)),
+        }
+        # The summary first: a finished run prints it.
+        self.folder.put("summary.json", json.dumps(summary, indent=1).encode())
+
+        def write(folder: Path) -> None:
+            (lora.merged(self.model) if self._adapters else self.model).save_pretrained(folder)
+            student.write_files(self._tokenizer, folder)
+
+        self.folder.finish(write)
+        return summary
+
+    def _write(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        if self._adapters:  # they alone were saved: what they adapt is in the configuration
+            student.base(self.model).config.save_pretrained(folder)
+        student.write_files(self._tokenizer, folder)
+        random = {
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        }
+        torch.save({"optimizer": self.optimizer.state_dict(), **random}, folder / OPTIMIZER)
+        progress = self.progress
+        state = {
+            "step": progress.step,
+            "rows": progress.rows,
+            "tokens": progress.tokens,
+            "mean_loss": progress.mean_loss,
+            "data": progress.data,
+            **self._run,
+        }
+        (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+def check_resumable(saved: dict[str, Any], config: TrainerConfig, cache: Cache) -> None:
+    """Raise UsageError, naming what differs, where a configuration would continue a run as something else."""
+    if saved["spec_digest"] != cache.spec.digest:
+        raise UsageError(
+            f"{config.output} was trained from another cache (identity {saved['spec_digest'][:12]}, this one has "
+            f"{cache.spec.digest[:12]}): choose another output"
+        )
+    if config.manifest is not None and config.manifest != saved["manifest_number"]:
+        raise UsageError(
+            f"{config.output} is pinned to manifest {saved['manifest_number']}, the configuration asks for "
+            f"{config.manifest}: choose another output, or leave manifest out"
+        )
+    then, now = (_what_must_match(tree) for tree in (saved["config"], config.model_dump(mode="json")))
+    for key, found in now.items():
+        if key in then and then[key] != found:
+            raise UsageError(f"cannot resume {config.output}: it was started with {key} = {then[key]}, found {found}")
+
+
+def _what_must_match(config: dict[str, Any]) -> dict[str, Any]:
+    flat = {key: config[key] for key in MUST_MATCH}
+    flat |= {f"data.{key}": value for key, value in config["data"].items()}
+    state = config["optim"]["state"]
+    # Offloaded moments are the same numbers, kept in another place.
+    flat |= {"optim.state": "float32" if state == "offload" else state, "optim.master": config["optim"]["master"]}
+    return flat | {"train.dtype": config["train"]["dtype"]}
+
+
+def ends_alike(saved: dict[str, Any], train: TrainConfig) -> bool:
+    """Return whether a checkpoint's run was to end where this configuration ends."""
+    then = saved["config"]["train"]
+    return (then["epochs"], then["max_steps"]) == (train.epochs, train.max_steps)
+
+
+def check_names(config: TrainerConfig, cache: Cache) -> None:
+    """Raise UsageError for splits and sources that the cache lacks, before the first of some hundred steps."""
+    sources = {entry.source for entry in cache.files(split=config.split)}
+    if config.eval.every_steps:
+        cache.files(split=config.eval.split)
+    unknown = sorted(config.data.weights.keys() - sources)
+    if unknown:
+        raise UsageError(
+            f"data.weights names {', '.join(unknown)}, but split {config.split} of {cache.url} has the sources "
+            f"{', '.join(sorted(sources))}"
+        )
+    left_out = sorted(sources - config.data.weights.keys()) if config.data.weights else []
+    if left_out:
+        print(f"note: data.weights leaves out the sources {', '.join(left_out)}", file=sys.stderr)

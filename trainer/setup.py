@@ -1,0 +1,139 @@
+"""What `fit` and `eval` do before the first step: device, attention, cache, models, what is recomputed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import teachercache
+from teachercache import Cache
+from teachercache.errors import UsageError
+from trainer.checkpoint import resolve_model_folder, wait_for_store
+from trainer.config import TrainConfig, TrainerConfig
+from trainer.model import Model, activation, attention, lora, student
+from trainer.model.liger import apply_liger
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and in what a model computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+    """A kind of trainer.model.attention."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU: sequences are then padded to equal shapes and pinned."""
+        return self.device.type == "cuda"
+
+
+def choose_compute(train: TrainConfig) -> Compute:
+    """Return the device, dtype and attention that the configuration means on this machine.
+
+    Raises UsageError for a device that is not there and an attention that it lacks.
+    """
+    name = train.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device=cuda, but torch finds no CUDA device; use train.device=cpu or auto")
+    dtype = train.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if name == "cuda" else "float32"
+    device = torch.device(name)
+    try:
+        kind = attention.choose_kind(device, train.attention)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Compute(device, getattr(torch, dtype), kind)
+
+
+def configure_torch(train: TrainConfig) -> None:
+    """Pin torch's CPU threads and let it use deterministic algorithms alone, where the configuration says so."""
+    if train.threads:
+        torch.set_num_threads(train.threads)
+    if train.deterministic:
+        # torch refuses cuBLAS otherwise, whose split products share workspaces; read when CUDA starts, which is later.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def open_cache(url: str, manifest: int | None) -> Cache:
+    """Open the cache at one manifest, or its newest, waiting for a store that is away.
+
+    Wrong paths and credentials are refused at once.
+    """
+    return wait_for_store(lambda: teachercache.open(url, manifest=manifest), f"opening {url}")
+
+
+def load_frozen(folder: Path, compute: Compute, *, trust_remote_code: bool) -> Model:
+    """Load a model that is not trained: frozen, in evaluation mode."""
+    model = student.load_student(
+        folder, dtype=compute.dtype, device=compute.device, trust_remote_code=trust_remote_code
+    )
+    return model.eval().requires_grad_(False)
+
+
+def load_teacher(config: TrainerConfig, compute: Compute) -> Model:
+    """Load the live teacher that the configuration names. Raises UsageError where it is no model."""
+    assert config.teacher is not None
+    return load_frozen(resolve_model_folder(config.teacher), compute, trust_remote_code=config.trust_remote_code)
+
+
+def load_for_training(config: TrainerConfig, folder: Path, compute: Compute, *, resumed: bool) -> Model:
+    """Load the student as the configuration trains it: adapters, fused layers, checkpointing, tiling, compilation.
+
+    folder  the student's, or with `resumed` a checkpoint's, which holds adapters alone where there are some
+    """
+    base = resolve_model_folder(config.student) if config.lora and resumed else folder
+    model = student.load_student(
+        base, dtype=compute.dtype, device=compute.device, trust_remote_code=config.trust_remote_code
+    )
+    # torch.compile fuses the same layers itself, and torch 2.11 cannot trace liger's.
+    wanted = "off" if config.train.compile and config.train.liger == "auto" else config.train.liger
+    apply_liger(model, wanted, compute.device)
+    if config.lora:
+        model = lora.add(model, rank=config.lora.rank, alpha=config.lora.alpha, saved=folder if resumed else None)
+    student.freeze_what_text_does_not_use(model)
+    _name, layers = student.layer_stack(model)
+    if config.train.mlp_tile:
+        activation.tile_mlps(layers, config.train.mlp_tile)
+    policy: str = config.train.checkpointing
+    if policy == "auto":
+        policy = choose_policy(model, config, compute)
+    activation.apply_policy(model, layers, policy)
+    if config.train.compile:
+        # Attention follows each batch's documents: traced into a layer, it would be compiled again for every batch.
+        ALL_ATTENTION_FUNCTIONS.register(attention.NAME, torch.compiler.disable(attention.document_attention))
+        for layer in layers:
+            layer.compile(dynamic=True)
+    return model.train()
+
+
+def sums_in_float32(config: TrainerConfig, dtype: torch.dtype) -> bool:
+    """Return whether micro-batches add up in float32 buffers next to the gradients: bf16 ones that accumulate do."""
+    return dtype == torch.bfloat16 and config.data.sequences_per_step > 1
+
+
+def choose_policy(model: Model, config: TrainerConfig, compute: Compute) -> str:
+    """Return the checkpointing policy that recomputes least and fits.
+
+    Counted is free memory less gradients and optimiser state, which do not exist yet.
+    """
+    if not compute.on_gpu:
+        return "none"
+    free, _total = torch.cuda.mem_get_info(compute.device)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    dtype = compute.dtype
+    moments = {"float32": 8, "bfloat16": 4, "8bit": 2, "offload": 0}[config.optim.state]
+    low = {"auto": 2, "split": 2, "float32": 4, "stochastic": 0}[config.optim.master] if dtype == torch.bfloat16 else 0
+    reserved = trained * (moments + low + dtype.itemsize + (4 if sums_in_float32(config, dtype) else 0))
+    return activation.choose_policy(
+        model.config.get_text_config(), config.data.seq_len, free - reserved, element_size=dtype.itemsize
+    )
