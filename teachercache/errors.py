@@ -128,7 +128,7 @@ class StoreUnsafe(UsageError):
     """The store ignores conditional writes, so that two writers could overwrite each other."""
 
     code = "TC-E202"
-    remedy = "Use a store that honours If-None-Match: AWS S3, MinIO, Ceph, R2, GCS."
+    remedy = "Use a store that honours If-None-Match, such as AWS S3, MinIO, Ceph or R2."
 
 
 class StoreDenied(UsageError):
