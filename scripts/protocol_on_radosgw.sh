@@ -62,4 +62,4 @@ timeout 120 radosgw-admin user create --uid=test --display-name=test --access-ke
 for _ in $(seq 60); do curl -s -o /dev/null "http://127.0.0.1:$rgw_port/" && break; sleep 1; done
 radosgw --version
 TEACHERCACHE_TEST_S3="http://127.0.0.1:$rgw_port" "$python" -m pytest -v --timeout=200 -k external "$@" \
-    tests/teachercache/test_roundtrip.py tests/teachercache/test_races.py tests/teachercache/test_upkeep.py
+    tests/teachercache/test_{store,cache,attempt,writer,publish,ledger,reuse,races,gc,optimize}.py

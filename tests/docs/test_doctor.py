@@ -140,3 +140,11 @@ def test_old_packages_are_named(monkeypatch) -> None:
     assert found["s3fs"].status == FAIL
     assert found["pyarrow"].status == OK
     assert doctor.release("2025.3.2.post1") == (2025, 3, 2)
+
+
+def test_a_driver_that_hangs_is_a_finding(tmp_path, monkeypatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("teachercache.doctor.GPU_SECONDS", 0.2)
+    assert doctor.check_gpu().status == "fail"

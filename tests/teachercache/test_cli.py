@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 import teachercache
+import teachercache.cli
 from teachercache.cli import main
 from teachercache.format.objects import Plan, PlanShard
 from teachercache.format.sealed import seal, utc_now
@@ -158,3 +161,59 @@ def test_every_command_teaches_with_help(run):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert len(out) > 400
+
+
+def commands_from(monkeypatch, **values: str) -> None:
+    """Pretend that these entry points are installed."""
+    entries = [EntryPoint(name, value, "teachercache.commands") for name, value in values.items()]
+    monkeypatch.setattr("teachercache.cli.entry_points", lambda group: entries)
+    teachercache.cli.added_commands.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forget_commands():
+    yield
+    teachercache.cli.added_commands.cache_clear()
+
+
+def test_commands_of_other_packages_are_listed_and_called(run, monkeypatch, tmp_path):
+    commands_from(monkeypatch, greet="added_app:app")
+    (tmp_path / "added_app.py").write_text(
+        "import typer\napp = typer.Typer()\n@app.command()\ndef greet(name: str) -> None:\n"
+        '    """Greet someone."""\n    print(\'hello\', name)\n@app.command()\ndef other() -> None:\n    pass\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "Greet someone" in run("--help")[1]
+    assert run("greet", "you")[:2] == (0, "hello you\n")
+    assert run("other")[0] == 2
+
+
+def test_a_command_that_lacks_its_extra_says_what_to_install(run, monkeypatch, tmp_path):
+    commands_from(monkeypatch, fit="lacking_app:app")
+    (tmp_path / "lacking_app.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "ls " in run("--help")[1]
+    code, out, err = run("fit", "train.yaml", "--json")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "pip install 'teachercache[trainer]'" in err
+
+
+def test_a_command_that_is_not_installed_is_misuse(run, monkeypatch):
+    commands_from(monkeypatch)
+    code, _, err = run("fit", "train.yaml")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "No such command 'fit'" in err
+
+
+def test_help_lists_every_command_and_imports_no_engine():
+    code = (
+        "import sys\nfrom importlib.metadata import EntryPoint\nimport teachercache.cli as cli\n"
+        "entries = [EntryPoint('run', 'pipeline.cli:app', cli.ADDED), EntryPoint('fit', 'trainer.cli:app', cli.ADDED)]\n"
+        "cli.entry_points = lambda group: entries\nsys.argv = ['teachercache', '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print(sorted({'torch', 'ray', 'vllm', 'transformers', 'triton'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "Commands of pipeline" in done.stdout
+    assert "Commands of trainer" in done.stdout

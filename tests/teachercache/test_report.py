@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import subprocess
 
-import polars as pl
 import pytest
 
 import teachercache
-from teachercache.errors import UsageError
 from teachercache.testing import synthetic_records, synthetic_spec
-from teachercache.views.export import export
 from teachercache.views.report import report
 
 SPEC = synthetic_spec(vocab_size=5000, top_k=100, name="<b>teacher & co</b>")
@@ -54,7 +50,17 @@ def test_the_page_asks_the_network_for_nothing_and_escapes_what_it_shows(cache):
 def test_an_empty_cache_has_a_page_too(tmp_path):
     writer = teachercache.create(tmp_path, SPEC)
     writer.publish()
-    assert "There are no rows" in report(teachercache.open(tmp_path))
+    page = report(teachercache.open(tmp_path))
+    assert "There are no rows" in page
+    assert "Bytes by column" not in page
+
+
+def pixels(path) -> set[tuple[int, ...]]:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        small = image.convert("RGB").resize((160, 400))
+        return {colour for _, colour in small.getcolors(maxcolors=64_000)}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="headless Chromium is not installed (apt-get install chromium)")
@@ -103,46 +109,3 @@ def test_the_page_renders_in_headless_chromium_without_an_error(cache, tmp_path,
     assert seen["scroll"] <= width, "nothing is cut off sideways"
     assert seen["wide"] == 0
     assert seen["plots"] == 5, "each plot has a height"
-
-
-def pixels(path) -> set[tuple[int, ...]]:
-    from PIL import Image
-
-    with Image.open(path) as image:
-        small = image.convert("RGB").resize((160, 400))
-        return {colour for _, colour in small.getcolors(maxcolors=64_000)}
-
-
-def test_an_export_is_a_folder_that_readers_of_data_sets_take(cache, tmp_path):
-    folder = tmp_path / "export"
-    written = export(cache, folder)
-    assert sorted(str(p.relative_to(folder)) for p in written) == [
-        "data/heldout/web-00000.parquet", "data/train/default-00000.parquet",
-    ]  # fmt: skip
-    frame = pl.read_parquet(folder / "data" / "train" / "*.parquet")
-    assert frame["doc_id"].to_list() == [r.doc_id for r in cache.records(split="train")]
-    card = (folder / "README.md").read_text()
-    assert card.startswith("---\n")
-    assert "| heldout | web | 9 |" in card
-    import yaml
-
-    head = yaml.safe_load(card.split("---")[1])
-    assert head["configs"][0]["data_files"][1] == {"split": "train", "path": "data/train/*.parquet"}
-    with pytest.raises(UsageError, match="not empty"):
-        export(cache, folder)
-
-
-def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path):
-    """A rare meta value makes some row groups all null; readers of a data set want the same columns in every file."""
-    writer = teachercache.create(tmp_path / "cache", SPEC)
-    writer.rows_per_group = 100
-    records = [
-        dataclasses.replace(r, meta={"stars": 5} if i in (7, 8) else {})
-        for i, r in enumerate(synthetic_records(SPEC, 12))
-    ]
-    writer.commit("a", records)
-    writer.commit("b", synthetic_records(SPEC, 3, seed=4, prefix="b", split="heldout"))
-    writer.publish()
-    written = export(teachercache.open(tmp_path / "cache"), tmp_path / "export")
-    assert len(written) == 2, "one file for each split"
-    assert {str(pl.read_parquet_schema(path)["meta_stars"]) for path in written} == {"Int64"}

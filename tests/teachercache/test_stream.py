@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
+import multiprocessing
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 import teachercache
-from teachercache.errors import StoreUnavailable, UsageError
+from teachercache.errors import (
+    StoreUnavailable,
+    UsageError,
+)
 from teachercache.parquet.datafile import DataFile
 from teachercache.read.disk_cache import DiskCache
-from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 
+SHARDS = 5
+PER_SHARD = 23
 SPEC = synthetic_spec()
-SHARDS, PER_SHARD = 5, 23
 
 
 @pytest.fixture(scope="module")
@@ -191,27 +193,50 @@ def test_a_damaged_local_copy_is_replaced_by_the_object(cache, tmp_path, damage)
     assert {c.name for c in tmp_path.glob("*.parquet")} == {c.name for c in copies}
 
 
-def test_a_full_scratch_disk_costs_the_local_copy_and_not_the_run(cache, tmp_path, monkeypatch):
-    def full(store, path, size, out):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Store, "download", full)
-    plain = names(cache.stream(seed=3, repeat=False))
-    with pytest.warns(UserWarning, match="No space left on device"):
-        assert names(cache.stream(seed=3, repeat=False, cache_dir=tmp_path)) == plain
-    assert not list(tmp_path.glob("*.parquet")) + list(tmp_path.glob(".tmp-*"))
+def make(url, count: int = 5, **options) -> teachercache.Cache:
+    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
+    writer.commit("s", synthetic_records(SPEC, count))
+    writer.publish()
+    return teachercache.open(url)
 
 
-def test_a_copy_that_gets_its_name_while_room_is_counted_is_counted(tmp_path, monkeypatch):
-    """Else two streams of a node reserve the same room, and the bound does not hold."""
-    disk = DiskCache(tmp_path, 1000)
-    temp, real = disk._reserve(600), Path.glob
+def _in_a_fork(work):
+    """What `work` returns, or its error, in a child that shares this process's memory, threads excepted."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
 
-    def glob_and_rename(folder, pattern):
-        found = list(real(folder, pattern))
-        if temp.exists():
-            temp.rename(tmp_path / "done.parquet")
-        return iter(found)
+    def child() -> None:
+        try:
+            theirs.send(work())
+        except Exception as error:
+            theirs.send(error)
 
-    monkeypatch.setattr(Path, "glob", glob_and_rename)
-    assert disk.size() == 600
+    process = context.Process(target=child)
+    process.start()
+    try:
+        assert ours.poll(30), "the child hangs"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_stream_refuses_a_fork_instead_of_waiting_for_ever(tmp_path):
+    with make(tmp_path / "cache").stream() as stream:
+        next(stream)
+        assert isinstance(_in_a_fork(lambda: [r.doc_id for _, r in zip(range(50), stream, strict=False)]), UsageError)
+
+
+def test_a_state_of_an_older_manifest_says_which_one_to_open(tmp_path):
+    cache = make(tmp_path / "cache")
+    with cache.stream() as stream:
+        next(stream)
+        state = stream.state()
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    writer.commit("t", synthetic_records(SPEC, 2, prefix="more", seed=9))
+    writer.publish()
+    with pytest.raises(UsageError, match="manifest 1, where this is 2"):
+        teachercache.open(tmp_path / "cache").stream(state=state)
+    with teachercache.open(tmp_path / "cache", manifest=1).stream(state=state) as stream:
+        next(stream)

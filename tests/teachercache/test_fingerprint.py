@@ -12,7 +12,6 @@ import teachercache
 from teachercache import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.errors import SpecMismatch, UsageError
 from teachercache.format.spec import CacheSpec, TeacherSpec
-from teachercache.testing import synthetic_records
 
 
 @pytest.fixture
@@ -45,10 +44,6 @@ def spec_of(folder, top_k=8) -> CacheSpec:
     )  # fmt: skip
 
 
-def edit_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def change_weights(folder):
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[100] ^= 1
@@ -58,6 +53,10 @@ def change_weights(folder):
 def change_vocabulary(folder):
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace('"hello"', '"hallo"'))
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_template(folder):
@@ -139,22 +138,3 @@ def test_a_folder_without_weights_or_tokenizer_is_a_clear_misuse(tmp_path):
     for function in (fingerprint_weights, fingerprint_config, fingerprint_tokenizer):
         with pytest.raises(UsageError, match="check the"):
             function(tmp_path)
-
-
-def test_a_cache_carries_its_tokenizer_and_a_reader_checks_it(teacher, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    spec = spec_of(teacher)
-    writer = teachercache.create(tmp_path / "cache", spec, tokenizer_files=teacher)
-    writer.commit("s", synthetic_records(spec, 2))
-    writer.publish()
-    folder = teachercache.open(tmp_path / "cache").tokenizer_path()
-    assert fingerprint_tokenizer(folder) == spec.tokenizer
-    assert teachercache.open(tmp_path / "cache").tokenizer_path() == folder
-    change_vocabulary(teacher)
-    with pytest.raises(SpecMismatch, match=r"tokenizer\.digest"):
-        teachercache.create(tmp_path / "cache", spec, tokenizer_files=teacher)
-    stored = next((tmp_path / "cache").rglob("tokenizer.json"))
-    stored.write_bytes(stored.read_bytes().replace(b"hello", b"hallo"))
-    shutil.rmtree(tmp_path / "xdg")
-    with pytest.raises(teachercache.errors.CorruptFile, match="does not have the digest"):
-        teachercache.open(tmp_path / "cache").tokenizer_path()

@@ -1,25 +1,31 @@
-"""Create, commit, publish, open, read: the main path, on local disk and on two S3 servers."""
+"""Data files: row groups, columns of the corpus, and files that lie."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import decimal
+import hashlib
+import io
+import json
+import os
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import teachercache
-from teachercache import Plan, PlanShard
 from teachercache.errors import (
-    IncompleteCache,
+    CorruptFile,
     InvalidRecord,
-    NotACache,
-    SpecMismatch,
-    StoreUnsafe,
+    UnsafeManifest,
 )
+from teachercache.format import layout
+from teachercache.format.objects import Manifest
 from teachercache.format.record import round_logprobs
-from teachercache.format.sealed import utc_now
+from teachercache.format.sealed import unseal
+from teachercache.format.spec import canonical_json
 from teachercache.testing import synthetic_record, synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
@@ -29,41 +35,6 @@ def expected(record):
     """What a reader gets back: log-probabilities rounded, the content key filled in."""
     key = teachercache.content_key(SPEC.digest, record.input_ids, record.row_pos)
     return dataclasses.replace(record, topk_logprobs=round_logprobs(record.topk_logprobs), content_key=key)
-
-
-def test_what_is_committed_and_published_is_read_back_exactly(any_url):
-    writer = teachercache.create(any_url, SPEC)
-    train = synthetic_records(SPEC, 40, seed=1, prefix="a")
-    held = synthetic_records(SPEC, 5, seed=2, prefix="b", split="heldout", source="web")
-    result = writer.commit("shard-1", train + held, drops={"empty": 2}, provenance={"engine": "none"})
-    assert result.won
-    assert len(result.files) == 2
-    manifest = writer.publish()
-    assert manifest.number == 1
-    assert manifest.complete
-    assert manifest.drops == {"empty": 2}
-
-    cache = teachercache.open(any_url)
-    assert cache.manifest == manifest
-    assert cache.spec == SPEC
-    assert cache.splits == ["heldout", "train"]
-    for split, wrote in (("train", train), ("heldout", held)):
-        read = list(cache.records(split=split))
-        assert len(read) == len(wrote)
-        assert all(r.same_as(expected(w)) for r, w in zip(read, wrote, strict=True))
-    assert sum(len(r.row_pos) for r in cache.records()) == manifest.rows
-
-
-def test_a_projection_reads_only_its_columns(tmp_path):
-    writer = teachercache.create(tmp_path, SPEC)
-    writer.commit("s", synthetic_records(SPEC, 3))
-    writer.publish()
-    cache = teachercache.open(tmp_path)
-    for record in cache.records(columns={"doc_id", "topk_logprobs"}):
-        assert record.topk_logprobs.shape[1] == SPEC.top_k
-        assert record.input_ids is None
-        assert record.topk_ids is None
-    assert [r.doc_id for r in cache.records(columns={"doc_id"}, limit=2)] == ["doc-00000", "doc-00001"]
 
 
 def test_records_span_row_groups(tmp_path):
@@ -96,63 +67,6 @@ def test_a_document_longer_than_a_row_group_stays_one_record(tmp_path):
     writer.commit("s", [record])
     writer.publish()
     assert next(teachercache.open(tmp_path).records()).same_as(expected(record))
-
-
-def test_the_second_commit_of_a_shard_loses_without_harm(any_url):
-    writer = teachercache.create(any_url, SPEC)
-    assert writer.commit("s", synthetic_records(SPEC, 3, seed=1)).won
-    assert not writer.commit("s", synthetic_records(SPEC, 3, seed=2)).won
-    assert writer.committed() == {"s"}
-    assert writer.publish().records == 3
-
-
-def test_an_equal_spec_appends_and_another_is_refused_field_by_field(any_url):
-    teachercache.create(any_url, SPEC).commit("s", synthetic_records(SPEC, 2))
-    assert teachercache.create(any_url, SPEC).committed() == {"s"}
-    other = SPEC.model_copy(update={"top_k": 9, "teacher": SPEC.teacher.model_copy(update={"dtype": "bfloat16"})})
-    with pytest.raises(SpecMismatch) as caught:
-        teachercache.create(any_url, other)
-    assert [d[0] for d in caught.value.differences] == ["teacher.dtype", "top_k"]
-    assert caught.value.exit_code == 2
-
-
-def test_an_incomplete_cache_is_published_only_when_asked(any_url):
-    writer = teachercache.create(any_url, SPEC)
-    shards = [PlanShard(shard_id=f"s{i}", source="default", input="x", input_digest="d") for i in range(3)]
-    plan = Plan(spec_digest=SPEC.digest, created=utc_now(), shards=shards)
-    assert writer.put_plan(plan) == writer.put_plan(plan.model_copy(update={"created": "later"}))
-    writer.commit("s0", synthetic_records(SPEC, 2))
-    writer.quarantine("s1", reason="nan", message="row 3 is NaN")
-    assert writer.quarantined().keys() == {"s1"}
-    with pytest.raises(IncompleteCache, match="2 of 3 planned shards"):
-        writer.publish()
-    manifest = writer.publish(allow_partial=True)
-    assert (manifest.complete, manifest.shards_planned, manifest.shards_committed, manifest.shards_quarantined) == (
-        False,
-        3,
-        1,
-        1,
-    )
-    for shard in ("s1", "s2"):
-        writer.commit(shard, synthetic_records(SPEC, 2, prefix=shard, seed=hash(shard) % 1000))
-    assert writer.quarantined() == {}
-    final = writer.publish()
-    assert (final.number, final.complete, final.parent) == (2, True, manifest.digest)
-    assert writer.publish() == final, "publishing without news creates nothing"
-    assert teachercache.open(any_url, manifest=1).manifest == manifest
-
-
-def test_opening_what_is_no_cache_says_so(any_url):
-    with pytest.raises(NotACache, match=r"not a teacher cache"):
-        teachercache.open(any_url)
-    teachercache.create(any_url, SPEC)
-    with pytest.raises(NotACache, match="no manifest yet"):
-        teachercache.open(any_url)
-
-
-def test_a_store_that_ignores_conditional_writes_is_refused(unsafe_s3_url):
-    with pytest.raises(StoreUnsafe, match="ignores conditional writes"):
-        teachercache.create(unsafe_s3_url + "/cache", SPEC)
 
 
 def test_windows_and_masks_survive(tmp_path):
@@ -217,3 +131,56 @@ def test_wide_rows_make_small_row_groups(tmp_path, monkeypatch):
     writer = teachercache.create(tmp_path, SPEC)
     writer.commit("s", synthetic_records(SPEC, 20))
     assert writer.publish().files[0].row_groups > 5
+
+
+@pytest.fixture
+def cache(tmp_path):
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    writer.commit("s", synthetic_records(SPEC, 5))
+    writer.publish()
+    return tmp_path / "cache"
+
+
+def test_a_footer_that_claims_gigabytes_is_refused(cache, monkeypatch):
+    monkeypatch.setattr("teachercache.parquet.datafile.MAX_GROUP_BYTES", 1000)
+    with pytest.raises(UnsafeManifest, match="row group 0 claims"):
+        list(teachercache.open(cache).records())
+
+
+def write(path, body: bytes) -> None:
+    path.write_bytes(body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')
+
+
+def craft(cache, change) -> None:
+    """A manifest with a valid seal and whatever `change` does to its JSON."""
+    path = cache / layout.manifest_path(1)
+    value = json.loads(path.read_bytes())
+    value.pop("seal")
+    change(value)
+    write(path, canonical_json(value))
+
+
+def test_a_decompression_bomb_is_refused(cache, monkeypatch):
+    """A file with the right name and size whose column expands ten thousand times; its footer gives it away."""
+    monkeypatch.setattr("teachercache.parquet.datafile.MAX_GROUP_BYTES", 2**27)
+    manifest = unseal(Manifest, (cache / layout.manifest_path(1)).read_bytes(), "")
+    entry = manifest.files[0]
+    path = cache / entry.path
+    named = {k: v for k, v in pq.read_metadata(path).metadata.items() if k.startswith(b"teacher")}
+    table = pa.table({"doc_id": pa.array([b"\0" * 2**20] * 160)}).replace_schema_metadata(named)
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False, write_statistics=False)
+    path.write_bytes(sink.getvalue())
+    assert path.stat().st_size < 2**20
+    changed = entry.model_copy(update={"size": path.stat().st_size, "records": 160, "row_groups": 1})
+    craft(cache, lambda value: value.update(files=[changed.model_dump(mode="json")], records=160))
+    with pytest.raises(UnsafeManifest, match="row group 0 claims"):
+        list(teachercache.open(cache).records())
+
+
+def test_garbage_in_place_of_parquet_is_a_clear_error(cache):
+    manifest = unseal(Manifest, (cache / layout.manifest_path(1)).read_bytes(), "")
+    path = cache / manifest.files[0].path
+    path.write_bytes(os.urandom(path.stat().st_size))
+    with pytest.raises(CorruptFile, match="not readable as Parquet"):
+        list(teachercache.open(cache).records())

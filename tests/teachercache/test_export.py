@@ -1,0 +1,76 @@
+"""export: a folder that readers of data sets take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import polars as pl
+import pytest
+
+import teachercache
+from teachercache.errors import (
+    UsageError,
+)
+from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.views.export import export
+
+SPEC = synthetic_spec(vocab_size=5000, top_k=100, name="<b>teacher & co</b>")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    provenance = {"shard_seconds": 2.0, "engine": "synthetic 1", "device": "cpu"}
+    writer.commit(
+        "a", synthetic_records(SPEC, 40, seed=1, prefix="a"), drops={"too_long": 3, "empty": 1}, provenance=provenance
+    )
+    writer.commit("b", synthetic_records(SPEC, 9, seed=2, prefix="b", split="heldout", source="web"))
+    writer.publish()
+    return teachercache.open(tmp_path / "cache")
+
+
+def test_an_export_is_a_folder_that_readers_of_data_sets_take(cache, tmp_path):
+    folder = tmp_path / "export"
+    written = export(cache, folder)
+    assert sorted(str(p.relative_to(folder)) for p in written) == [
+        "data/heldout/web-00000.parquet", "data/train/default-00000.parquet",
+    ]  # fmt: skip
+    frame = pl.read_parquet(folder / "data" / "train" / "*.parquet")
+    assert frame["doc_id"].to_list() == [r.doc_id for r in cache.records(split="train")]
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\n")
+    assert "| heldout | web | 9 |" in card
+    import yaml
+
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["configs"][0]["data_files"][1] == {"split": "train", "path": "data/train/*.parquet"}
+    with pytest.raises(UsageError, match="not empty"):
+        export(cache, folder)
+
+
+def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path):
+    """A rare meta value makes some row groups all null; readers of a data set want the same columns in every file."""
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    writer.rows_per_group = 100
+    records = [
+        dataclasses.replace(r, meta={"stars": 5} if i in (7, 8) else {})
+        for i, r in enumerate(synthetic_records(SPEC, 12))
+    ]
+    writer.commit("a", records)
+    writer.commit("b", synthetic_records(SPEC, 3, seed=4, prefix="b", split="heldout"))
+    writer.publish()
+    written = export(teachercache.open(tmp_path / "cache"), tmp_path / "export")
+    assert len(written) == 2, "one file for each split"
+    assert {str(pl.read_parquet_schema(path)["meta_stars"]) for path in written} == {"Int64"}
+
+
+def make(url, count: int = 5, **options) -> teachercache.Cache:
+    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
+    writer.commit("s", synthetic_records(SPEC, count))
+    writer.publish()
+    return teachercache.open(url)
+
+
+def test_an_empty_cache_is_exported_as_an_empty_data_set(tmp_path):
+    assert export(make(tmp_path / "cache", 0), tmp_path / "folder") == []
+    assert (tmp_path / "folder" / "README.md").exists()
