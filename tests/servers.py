@@ -71,16 +71,8 @@ def _command(kind: str, port: int, folder: Path) -> tuple[list[str], dict[str, s
         return [sys.executable, "-m", "localbucket", "--host", "127.0.0.1", "--port", str(port), str(folder)], {}
     if kind == "nanio":
         keys = {"NANIO_ACCESS_KEY": KEY, "NANIO_SECRET_KEY": SECRET}
-        return [
-            str(BIN / "nanio"),
-            "serve",
-            "--data-dir",
-            str(folder),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ], keys
+        where = ["--data-dir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+        return [str(BIN / "nanio"), "serve", *where], keys
     if kind == "rclone":
         return [str(BIN / "rclone"), "serve", "s3", str(folder), "--addr", address, "--auth-key", f"{KEY},{SECRET}"], {}
     raise ValueError(kind)
