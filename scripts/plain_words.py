@@ -37,7 +37,7 @@ WORDS = {
 }
 # A sentence that begins with a relative clause ("Who needs …"): write "If you need …" or "A user who needs …".
 CLAUSE = (r"""(?:(?<=[.!?:] )|(?<=\n)[#\s>*-]*|(?<="))Who \w+s\b(?![^.?!]*\?)""", "write If you …, or A user who …")
-SPACES = (r"(?<=[a-z)`][.!?])  +(?=[A-Z`(])", "write one space between sentences")
+SPACES = (r"(?<=[a-z)`])[.!?]  +[A-Z`(]", "write one space between sentences")
 CHECKS = {re.compile(pattern): message for pattern, message in (CLAUSE, SPACES)}
 for pattern, message in WORDS.items():
     CHECKS[re.compile(r"\b(?:" + pattern.replace(" ", r"[\s#]+") + r")\b", re.IGNORECASE)] = message

@@ -88,7 +88,12 @@ def step() -> str:
     for name, case in stream["cases"].items():
         what = f"32,768 tokens, rows decoded from an S3 server during training, {names[name.split(':')[0]]}"
         figure = f"{case['tflops']:.0f} TFLOP/s, data wait {case['data_wait']:.2%} of the step"
-        lines.add(what, figure, gpu_machine(stream["machine"]), "python benchmarks/stream_h200.py --cache s3://bucket/synthetic")
+        lines.add(
+            what,
+            figure,
+            gpu_machine(stream["machine"]),
+            "python benchmarks/stream_h200.py --cache s3://bucket/synthetic",
+        )
     attention = load("attention_h200.json")
     rates = {(row["path"], row["layout"]): row["both_tflops"] for row in attention["rows"]}
     plain, where = rates["plain causal, SDPA", "one document"], gpu_machine(attention["machine"])
