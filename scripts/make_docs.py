@@ -113,6 +113,19 @@ def error_index() -> str:
     return table(["code", "when", "first thing to do"], rows)
 
 
+def metrics() -> str:
+    """Return the table of the pipeline's metrics for docs/OPERATIONS.md."""
+    from pipeline.watching.metrics import COUNTERS, GAUGES, JOB_GAUGES
+
+    rows = [
+        [f"`ray_{name}_total{'{reason}' if 'by reason' in said else ''}`", "counter, per actor", sentence(said)]
+        for name, said in COUNTERS.items()
+    ]
+    rows += [[f"`ray_{name}`", "gauge, per actor", sentence(said)] for name, said in GAUGES.items()]
+    rows += [[f"`ray_{name}`", "gauge, of the job", sentence(said)] for name, said in JOB_GAUGES.items()]
+    return table(["metric (Prometheus name)", "kind", "what it is"], rows)
+
+
 def sentence(text: str) -> str:
     """Return a description with a capital at its start and a full stop at its end."""
     said = " ".join(text.split()).rstrip(".")
@@ -156,6 +169,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "sizing": sizing,
     "parity": parity,
     "step-memory": step_memory,
+    "metrics": metrics,
     "error-codes": error_codes,
     "error-index": error_index,
     "job-keys": job_keys,
