@@ -84,6 +84,7 @@ def test_the_largest_ratio_that_an_actor_reports_is_one_and_a_warning_comes_befo
     assert drift_ratio({pair: 0.4 * limit for pair, limit in reachable.items()}, dtype) == pytest.approx(0.4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_bfloat16_of_a_real_model_is_noise_and_a_wrong_layer_is_not():
     model = Path("build/models/smollm2-135m")

@@ -11,6 +11,7 @@ import pytest
 from tests.pipeline.conftest import ROOT, environment
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(290)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_document_is_cached_once_whatever_dies(seed):

@@ -37,6 +37,7 @@ def test_wrong_teacher_path(job_file, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_unknown_key_names_its_neighbour(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert "did you mean run.actors?" in one_line(pipeline("run", job, "run.actorz=3"))
@@ -47,6 +48,7 @@ def test_unknown_key_names_its_neighbour(job_file, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_cache_of_another_teacher(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert pipeline("run", job).returncode == 0
@@ -55,6 +57,7 @@ def test_cache_of_another_teacher(job_file, tmp_path):
     assert sorted(p for p in (tmp_path / "cache").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_wrong_credentials(job_file, tmp_path, s3_server, monkeypatch):
     """moto and localbucket accept any key; nanio checks signatures."""
     server = s3_server("nanio")
@@ -67,6 +70,7 @@ def test_wrong_credentials(job_file, tmp_path, s3_server, monkeypatch):
     assert "wrong" not in line.replace("wrong credentials", "")
 
 
+@pytest.mark.slow
 def test_store_without_conditional_writes_is_refused_before_a_teacher_starts(job_file, tmp_path, unsafe_s3_url):
     job = job_file(f"{unsafe_s3_url}/cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert "conditional" in one_line(pipeline("run", job))
@@ -109,6 +113,7 @@ EXPECTED_DROPS = {
 }
 
 
+@pytest.mark.slow
 def test_bad_documents_are_handled_as_the_job_says_and_counted(job_file, tmp_path):
     recipe = {"windows": {"policy": "skip"}, "filters": {"dedup": "shard"}}
     job = job_file(tmp_path / "cache", [bad_corpus(tmp_path / "bad.jsonl")], recipe=recipe, run={"shard_bytes": 10**6})
@@ -129,6 +134,7 @@ def test_long_documents_are_truncated_and_control_characters_kept(job_file, tmp_
     assert not {"blank", "utf8", "half"} & ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["gz", "zst"])
 def test_truncated_file_names_itself_and_the_last_good_document(job_file, tmp_path, compression):
     import zstandard
@@ -167,6 +173,7 @@ def check_complete(url: str | Path, expected: set[str]) -> None:
     assert set(counts.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_sigkill_of_the_driver_then_the_same_command(job_file, tmp_path, seed):
     files = [
@@ -189,6 +196,7 @@ def test_sigkill_of_the_driver_then_the_same_command(job_file, tmp_path, seed):
     check_complete(tmp_path / "cache", {f"{i}-doc{k}" for i in range(3) for k in range(40)})
 
 
+@pytest.mark.slow
 def test_two_whole_jobs_race_on_one_cache(job_file, tmp_path, s3_url):
     files = [
         write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)
@@ -203,6 +211,7 @@ def test_two_whole_jobs_race_on_one_cache(job_file, tmp_path, s3_url):
     check_complete(f"{s3_url}/cache", {f"{i}-doc{k}" for i in range(3) for k in range(40)})
 
 
+@pytest.mark.slow
 def test_sigterm_gives_the_shards_back(job_file, tmp_path):
     job = job_file(
         tmp_path / "cache",
@@ -223,6 +232,7 @@ def test_sigterm_gives_the_shards_back(job_file, tmp_path):
     check_complete(tmp_path / "cache", {f"doc{k}" for k in range(60)})
 
 
+@pytest.mark.slow
 def test_document_that_kills_the_engine_costs_only_itself(job_file, tmp_path):
     docs = documents(30)
     docs[17]["text"] = "a poisonous \x7f document"
@@ -237,6 +247,7 @@ def test_document_that_kills_the_engine_costs_only_itself(job_file, tmp_path):
     assert "doc17" in named.stdout
 
 
+@pytest.mark.slow
 def test_document_with_nan_rows_costs_only_itself(job_file, tmp_path):
     docs = documents(30)
     docs[3]["text"] = "a document \x7f of NaN"

@@ -98,6 +98,7 @@ def job(server, job_file, tmp_path, monkeypatch) -> Job:
     return Job(path, cache, {f"{i}-doc{k}" for i in range(3) for k in range(40)})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(290)
 def test_submit_interrupt_stop_budget_and_resume(cluster, job):
     client = subprocess.Popen(

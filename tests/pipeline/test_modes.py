@@ -90,6 +90,7 @@ def test_generate_over_answered_conversations_is_refused_before_anything_is_writ
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_answers_have_the_length_that_the_window_leaves(job_file, tmp_path):
     """A prompt that fills the window is dropped; one that nearly does is continued by what is left, and says `length`."""
     rows = [{"id": "full", "text": "x" * 64}, {"id": "near", "text": "y" * 61}]
@@ -117,6 +118,7 @@ def test_continuations_that_a_student_wrote_are_scored_with_its_revision_in_the_
     assert plan["job"]["corpora"][0]["student"] == "step-400"
 
 
+@pytest.mark.slow
 def test_corpus_dedup_keeps_the_first_copy_and_never_one_that_is_cached_elsewhere(job_file, tmp_path):
     docs = documents(40)
     write_jsonl(tmp_path / "in" / "m.jsonl", [*docs, docs[3] | {"id": "copy-inside"}])
@@ -137,6 +139,7 @@ def test_corpus_dedup_keeps_the_first_copy_and_never_one_that_is_cached_elsewher
     assert status["drops"] == {"duplicate": 3}
 
 
+@pytest.mark.slow
 def test_sampling_takes_the_same_documents_each_time(job_file, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", documents(200, 40))
     seen = []
@@ -159,6 +162,7 @@ def test_plan_shows_documents_with_their_masks(job_file, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
     rows = [
         {"id": "a", "ids": [1, 2, 3, 4]},
@@ -185,6 +189,7 @@ def test_masks_that_do_not_fit_their_ids_cost_only_their_documents(job_file, tmp
     assert result.manifest.drops == {"wrong_type": 4}
 
 
+@pytest.mark.slow
 def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
     """What comes out of the cache is what the teacher gave, for every window of every document."""
     from pipeline.teachers.noop import expected_columns

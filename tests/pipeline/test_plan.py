@@ -165,6 +165,7 @@ def test_every_format_gives_the_same_documents(job_file, tmp_path, kind):
     assert texts == sorted(d["text"] for d in docs)
 
 
+@pytest.mark.slow
 def test_splits_are_by_the_text_and_stay_apart(job_file, tmp_path):
     import teachercache
 

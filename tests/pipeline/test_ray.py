@@ -28,6 +28,7 @@ def teacher_processes(driver: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_sigkill_of_a_teacher_actor_while_it_works(job_file, tmp_path):
     files = [
         write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)
@@ -57,6 +58,7 @@ def test_sigkill_of_a_teacher_actor_while_it_works(job_file, tmp_path):
     check_complete(tmp_path / "cache", {f"{i}-doc{k}" for i in range(3) for k in range(40)})
 
 
+@pytest.mark.slow
 def test_document_that_kills_the_whole_process_costs_only_itself(job_file, tmp_path):
     docs = documents(30)
     docs[11]["text"] = "a poisonous \x7f document"

@@ -125,6 +125,7 @@ def test_a_split_that_does_not_cover_the_vocabulary_is_refused_before_anything_i
         assert sharded_row_top_k(whole, k, target, rank=0, ranks=2, vocab=vocab, all_gather=all_gather) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("soft_cap", "scale"), [(None, 1.0), (5.0, 0.5)])
 def test_worker_without_the_gather_gives_what_vllm_would_have_gathered(soft_cap, scale, monkeypatch):
     """vLLM's own LogitsProcessor on two ranks: soft cap, scale and padding as in the gathered logits."""

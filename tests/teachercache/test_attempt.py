@@ -39,6 +39,7 @@ def test_an_exception_while_a_file_is_built_leaves_nothing(any_url):
     assert visible(any_url) == before
 
 
+@pytest.mark.slow
 def test_an_exception_while_a_file_is_uploaded_leaves_nothing_that_a_reader_sees(any_url, monkeypatch):
     writer = teachercache.create(any_url, SPEC)
     writer.commit("before", synthetic_records(SPEC, 3))

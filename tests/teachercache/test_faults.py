@@ -211,6 +211,7 @@ def a_collection() -> tuple[World, Actor]:
     return world, world.collector()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [a_job, an_append, a_collection])
 def test_every_single_fault_at_every_io(make):
     ios = trace(make)
@@ -221,6 +222,7 @@ def test_every_single_fault_at_every_io(make):
             world.finish("s0", "s1")
 
 
+@pytest.mark.slow
 def test_every_pair_of_faults_in_one_commit():
     """Two bad answers in a row, in all places and kinds: lost acknowledgements of refused retries and so on."""
 
@@ -288,6 +290,7 @@ def interleave(
     return count
 
 
+@pytest.mark.slow
 def test_two_workers_of_one_shard_in_every_order_with_every_crash():
     def two() -> tuple[World, list[Actor]]:
         world = World()
@@ -313,6 +316,7 @@ def test_a_publisher_races_a_worker():
     interleave(both, preemptions=2, check=check)
 
 
+@pytest.mark.slow
 def test_two_publishers_race_and_never_shrink_the_cache():
     def two() -> tuple[World, list[Actor]]:
         world = World()
@@ -331,6 +335,7 @@ def test_two_publishers_race_and_never_shrink_the_cache():
     interleave(two, preemptions=2, check=check)
 
 
+@pytest.mark.slow
 def test_a_zombie_that_sleeps_past_the_collector_harms_nobody():
     """At every I/O of an attempt the world moves on by twice the grace period, and a collector and a publisher run, in
     every order with the zombie's own awakening. Its clock stands still: the machine was suspended."""
@@ -453,6 +458,7 @@ def test_a_publisher_that_saw_the_commits_before_the_newest_manifest_cannot_shri
     assert any("is not listed" in message for message in refused)
 
 
+@pytest.mark.slow
 def test_at_least_2000_distinct_schedules_were_run():
     """Runs last: counts what this file's other tests enumerated."""
     print(f"\n{TOTAL['schedules']:,} schedules")

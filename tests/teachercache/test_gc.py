@@ -55,6 +55,7 @@ class Clock:
         monkeypatch.setattr(Store, "now", lambda store: real(store) + timedelta(seconds=self.ahead))
 
 
+@pytest.mark.slow
 def test_gc_keeps_young_orphans_and_removes_old_ones_by_the_servers_clock(any_url, monkeypatch):
     clock = Clock(monkeypatch)
     writer = writer_with(any_url, range(2))

@@ -14,6 +14,7 @@ from teachercache.testing import synthetic_records, synthetic_spec
 SPEC = synthetic_spec()
 
 
+@pytest.mark.slow
 def test_another_processes_commit_is_seen_at_once(any_url):
     ours, theirs = teachercache.create(any_url, SPEC), teachercache.create(any_url, SPEC)
     assert ours.committed() == set()

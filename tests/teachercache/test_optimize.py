@@ -36,6 +36,7 @@ def documents(url, manifest=None):
     return sorted(r.doc_id for r in teachercache.open(url, manifest).records(columns={"doc_id"}))
 
 
+@pytest.mark.slow
 def test_optimize_merges_small_files_and_changes_no_record(any_url):
     writer = writer_with(any_url, range(6))
     before = list(teachercache.open(any_url).records())

@@ -69,6 +69,7 @@ def writer_with(url, shards, per_shard=4):
     return writer
 
 
+@pytest.mark.slow
 def test_appending_leaves_readers_pinned_and_shards_unchanged(any_url):
     writer = writer_with(any_url, range(2))
     pinned = teachercache.open(any_url)

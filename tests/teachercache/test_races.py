@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import teachercache
 from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
@@ -45,6 +47,7 @@ def start(*args: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", COMMITTER, *args], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_two_processes_racing_on_one_cache_lose_nothing_and_never_shrink_it(any_s3_url):
     url = f"{any_s3_url}/cache"
     teachercache.create(url, SPEC)
@@ -67,6 +70,7 @@ def test_two_processes_racing_on_one_cache_lose_nothing_and_never_shrink_it(any_
     assert found.records == 24
 
 
+@pytest.mark.slow
 def test_one_process_appends_while_another_optimises_and_collects(any_s3_url):
     url = f"{any_s3_url}/cache"
     teachercache.create(url, SPEC).commit("first", synthetic_records(SPEC, 4, seed=99, prefix="first"))

@@ -81,6 +81,7 @@ def test_a_crafted_manifest_is_refused_with_one_line(cache, change):
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.slow
 def test_a_million_entries_of_one_file_are_refused(cache):
     path = cache / layout.manifest_path(1)
     value = json.loads(path.read_bytes())

@@ -46,6 +46,7 @@ def test_16_writers_of_one_object_have_one_winner(any_url):
     assert store.read("commits/race.json") == f"writer {outcomes.index(True)}".encode()
 
 
+@pytest.mark.slow
 def test_a_large_file_goes_up_in_parts_and_whole(any_s3_url, tmp_path):
     """Above 100 MB an upload is a multipart one; until it is completed, nothing is there."""
     data = tmp_path / "large"
@@ -170,6 +171,7 @@ def test_nothing_is_written_with_wrong_credentials(s3_server, monkeypatch):
     assert listed["KeyCount"] == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_and_a_bucket_that_is_not_there_are_named(s3_server, monkeypatch):
     monkeypatch.setattr("teachercache.store.store.TRIES", 1)
     server = s3_server("moto")

@@ -45,6 +45,7 @@ def options(world_size, rank, shuffle):
     return {"seed": 7, "world_size": world_size, "rank": rank, "shuffle": shuffle, "shuffle_groups": 3, "prefetch": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_stop_and_resume_at_50_random_points_twice_in_a_row_repeats_and_skips_nothing(cache, world_size, shuffle):

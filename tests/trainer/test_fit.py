@@ -48,6 +48,7 @@ def server_pid(endpoint: str) -> int:
     raise AssertionError(f"nothing listens on {endpoint}")
 
 
+@pytest.mark.slow
 def test_an_s3_server_that_goes_away_costs_a_pause(
     teacher: Path, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_two_runs_are_bitwise_equal(uninterrupted: Path, settings: dict[str, Any
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_killed_twice_at_random_steps_the_run_is_bitwise_the_uninterrupted_one(
     uninterrupted: Path, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_killed_twice_at_random_steps_the_run_is_bitwise_the_uninterrupted_one(
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_at_once_and_the_same_command_continues(
     uninterrupted: Path, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -178,6 +180,7 @@ def test_a_crash_right_after_the_end_leaves_a_run_that_says_it_is_finished(
     assert runs.fit_here(config, "train.max_steps=2")["steps"] == 2
 
 
+@pytest.mark.slow
 def test_killed_twice_with_checkpoints_on_s3_the_run_is_bitwise_the_uninterrupted_one(
     uninterrupted: Path, settings: dict[str, Any], tmp_path: Path, s3_url: str
 ) -> None:

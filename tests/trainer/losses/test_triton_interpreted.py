@@ -16,6 +16,7 @@ import torch
 from trainer.losses.options import LossOptions
 
 
+@pytest.mark.slow
 def test_triton_row_kernel_agrees_with_the_float64_twin_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed: the kernel cannot be interpreted")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -113,6 +113,7 @@ def random_call(draw: st.DrawFn) -> tuple[dict, dict, dict]:
     return inputs, options, call
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(random_call())
 def test_a_thousand_random_calls_agree_with_the_twin(drawn: tuple[dict, dict, dict]) -> None:

@@ -12,6 +12,7 @@ from tests.trainer import runs
 from trainer.model import activation
 
 
+@pytest.mark.slow
 def test_no_policy_sees_what_ligers_rotation_wrote_in_place() -> None:
     pytest.importorskip("liger_kernel", reason="needs the package liger-kernel")
     pytest.importorskip("triton", reason="needs the package triton")
