@@ -31,43 +31,37 @@ class DataConfig(Section):
 
     seq_len: int = Field(2048, ge=2, description="Tokens in one packed sequence.")
     batch_tokens: int | None = Field(
-        None,
-        description="Tokens of one optimiser step, a multiple of seq_len; default: one sequence. More sequences than one "
-        "are gradient accumulation.",
+        None, description="Tokens of one optimiser step, a multiple of seq_len; the default is one sequence."
     )
     long_documents: Literal["truncate", "drop", "refuse"] = Field(
-        "truncate",
-        description="A record longer than seq_len: keep its head, leave it out (both are counted), or stop.",
+        "truncate", description="A record longer than seq_len: keep its head, leave it out (both are counted), or stop."
     )
-    top_k: int | None = Field(
-        None, ge=1, description="Use only the first K' of the cached entries; the rest moves into the tail."
-    )
+    top_k: int | None = Field(None, ge=1, description="Use only the first K' entries; the rest moves into the tail.")
     weights: dict[str, float] = Field(
-        default_factory=dict,
-        description="Mix sources by weight: each document of a source is kept with the probability weight / largest "
-        "weight. Sources that are not named are left out. 0.25 next to 1.0 reads a quarter of that source in each epoch.",
+        {},
+        description="Mix sources: each document is kept with the probability weight / largest weight of its source. "
+        "Sources that are not named are left out.",
     )
     length_curriculum: list[tuple[float, int]] = Field(
-        default_factory=list,
-        description="[(progress, seq_len), ...]: from this share of the run on, pack to this length (at most seq_len).",
+        [], description="[[share, length], ...]: from this share of the run on, pack to this length (at most seq_len)."
     )
 
     @model_validator(mode="after")
     def _whole_sequences(self) -> DataConfig:
-        if self.batch_tokens is not None and (self.batch_tokens < self.seq_len or self.batch_tokens % self.seq_len):
+        seq_len, stages = self.seq_len, self.length_curriculum
+        if self.batch_tokens is not None and (self.batch_tokens < seq_len or self.batch_tokens % seq_len):
             raise ValueError(
-                f"data.batch_tokens is {self.batch_tokens}; expected a multiple of data.seq_len = {self.seq_len}"
+                f"data.batch_tokens is {self.batch_tokens}; expected a multiple of data.seq_len = {seq_len}"
             )
         if self.weights and (min(self.weights.values()) < 0 or max(self.weights.values()) <= 0):
             raise ValueError(f"data.weights needs numbers of 0 or more, one of them above 0; found {self.weights}")
-        shares = [share for share, _ in self.length_curriculum]
+        shares, lengths = [share for share, _ in stages], [length for _, length in stages]
         if shares != sorted(shares) or any(not 0 <= share < 1 for share in shares):
             raise ValueError(f"data.length_curriculum needs rising shares in [0, 1), found {shares}")
-        if any(not 2 <= length <= self.seq_len for _, length in self.length_curriculum):
-            raise ValueError(f"data.length_curriculum has a length outside [2, seq_len = {self.seq_len}]")
-        lengths = [length for _, length in self.length_curriculum]
-        if lengths != sorted(lengths):
-            raise ValueError(f"data.length_curriculum must not shorten sequences, found {lengths}")
+        if lengths != sorted(lengths) or any(not 2 <= length <= seq_len for length in lengths):
+            raise ValueError(
+                f"data.length_curriculum needs lengths that do not fall, in [2, seq_len = {seq_len}], found {lengths}"
+            )
         return self
 
     @property
@@ -116,12 +110,12 @@ class OptimConfig(Section):
     state: Literal["float32", "bfloat16", "8bit", "offload"] = Field(
         "float32",
         description="Adam's moments: float32, bfloat16 (stochastically rounded), torchao's 8 bit, or `offload`: float32 in "
-        "pinned CPU memory, streamed through the GPU at every step.",
+        "pinned CPU memory.",
     )
     master: Literal["auto", "split", "stochastic", "float32"] = Field(
         "auto",
-        description="bf16 weights: `split` keeps an exact float32 weight as bf16 + 16 low bits; `stochastic` keeps none "
-        "and rounds stochastically; `float32` keeps a copy. `auto` is split; float32 weights need none.",
+        description="What bf16 weights lack: `split` (`auto`) keeps 16 low bits, exact; `float32` a copy; `stochastic` "
+        "rounds stochastically. float32 weights need none.",
     )
 
 
@@ -140,27 +134,19 @@ class TrainConfig(Section):
         "auto", description="How documents are kept apart; trainer/model/attention.py has the kinds."
     )
     checkpointing: Literal["auto", "none", "full", "keep-attention", "keep-matmuls", "offload"] = Field(
-        "auto",
-        description="What the backward pass recomputes (trainer/model/activation.py); `auto` is the least that fits.",
+        "auto", description="What the backward pass recomputes (trainer/model/activation.py): the least that fits."
     )
     liger: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Fused norms, rotary embeddings and SwiGLU from liger-kernel; `auto` is on a GPU where it is "
-        "installed, without compile.",
+        "auto", description="Fused layers from liger-kernel: where it is installed, on a GPU, without compile."
     )
     compile: bool = Field(False, description="torch.compile each layer.")
     mlp_tile: int | None = Field(
         None, ge=1, description="Run each MLP over this many tokens at a time, where its activations do not fit."
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of torch: pin them for bitwise equal runs.")
-    deterministic: bool = Field(
-        False,
-        description="torch.use_deterministic_algorithms. Runs on a CPU are bitwise equal with `threads` alone.",
-    )
+    deterministic: bool = Field(False, description="Use torch's deterministic algorithms alone; for bitwise GPU runs.")
     spike_factor: float | None = Field(
-        None,
-        gt=1,
-        description="Stop when a step's loss exceeds the running mean by this factor. NaN and infinity always stop.",
+        None, gt=1, description="Stop when a step's loss exceeds the running mean by this factor."
     )
 
 
@@ -178,8 +164,8 @@ class CheckpointConfig(Section):
     keep_last: int = Field(
         2,
         ge=1,
-        description="Newest checkpoints to keep. The one with the lowest held-out KL is kept as well; only steps that are "
-        "both evaluated and checkpointed qualify, so make one interval a multiple of the other.",
+        description="Newest checkpoints to keep, next to the best: the lowest held-out KL of those at a step that was "
+        "evaluated too, so make one interval a multiple of the other.",
     )
 
 
@@ -188,7 +174,7 @@ class EvalConfig(Section):
 
     split: str = Field("heldout", description="The split to evaluate on.")
     every_steps: int | None = Field(
-        None, ge=1, description="Evaluate after this many steps, and at the end; null never does."
+        None, ge=1, description="Steps between two evaluations; null: never, not at the end."
     )
     max_rows: int | None = Field(None, ge=1, description="Stop after this many rows; the same rows every time.")
 
@@ -206,16 +192,10 @@ class TrainerConfig(Section):
 
     cache: str = Field(description="URL of the cache: s3://bucket/path, or a folder.")
     manifest: int | None = Field(
-        None,
-        description="Pin one manifest by number; default: the newest at the first start, the same one when resumed.",
+        None, description="Pin one manifest by number; default: the newest at the first start."
     )
-    student: str = Field(
-        description="A Hugging Face folder, or an output of this trainer (`final`, or its newest checkpoint); a folder or "
-        "s3://…"
-    )
-    output: str | None = Field(
-        None, description="Where checkpoints and logs go: a folder or s3://…; `fit` requires it."
-    )
+    student: str = Field(description="A Hugging Face folder or an output of this trainer, local or s3://…")
+    output: str | None = Field(None, description="Checkpoints and logs: a folder or s3://…; `fit` requires it.")
     teacher: str | None = Field(
         None, description="A live teacher, for full-vocabulary KL in `eval` and for loss.method=online."
     )

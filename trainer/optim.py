@@ -1,7 +1,7 @@
 """AdamW for float32 and for bf16 weights, its learning-rate schedule, and gradients that accumulate in float32.
 
 bf16 weights lose updates: a weight of 1 does not move by less than 0.004. Three remedies, by configuration:
-  split       float32 weight = bf16 weight + 16 low bits kept beside it: exact, 2 bytes a parameter (the default)
+  split       float32 weight = bf16 weight + 16 low bits kept next to it: exact, 2 bytes a parameter (the default)
   float32     a float32 copy: exact, 4 bytes a parameter (what split is tested against, bit for bit)
   stochastic  no copy: round up or down with the right probability; unbiased, not exact
 
@@ -31,7 +31,7 @@ EPS = 1e-8
 
 
 def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
-    """What the peak learning rate is multiplied by at optimiser step `step` (from 0) and share `progress` of the run."""
+    """Return what the peak learning rate is multiplied by at step `step` (from 0) and share `progress` of the run."""
     warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
     progress = min(max(progress, 0.0), 1.0)
     if config.schedule == "cosine":
@@ -44,61 +44,49 @@ def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
 
 
 def parameter_groups(model: Model, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not; shared parameters appear once."""
+    """Return the trained parameters: matrices decay, vectors (norms, biases) do not; shared ones appear once."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    matrices, vectors = ([p for p in trained if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser that the configuration asks for.
+    """Return the optimiser that the configuration asks for.
 
-    Raises UsageError for combinations that do not exist.
+    Raises UsageError for combinations that do not exist and for torchao where it is not installed.
     """
-    groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
-    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    groups = parameter_groups(model, config.weight_decay)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": EPS}
     if config.state == "8bit":
-        return _torchao_optimizer(groups, config, common, bf16=torch.bfloat16 in dtypes)
+        if config.master not in ("auto", "stochastic"):
+            raise UsageError(f"optim.state=8bit rounds bf16 weights stochastically, found master={config.master}")
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise UsageError("optim.state=8bit needs the package torchao (pip install torchao)") from error
+        return AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
     offload = config.state == "offload"
-    if offload and not all(parameter.is_cuda for group in groups for parameter in group["params"]):
+    if offload and not all(parameter.is_cuda for parameter in parameters):
         raise UsageError("optim.state=offload moves states from a GPU to the CPU, and there is no GPU")
-    if dtypes == {torch.float32}:
-        if config.master not in ("auto", "float32"):
-            raise UsageError(f"optim.master={config.master} is for bf16 weights; these are float32 already")
-        if config.state == "float32":
-            return torch.optim.AdamW(groups, **common, fused=True)
+    if not bf16 and config.master not in ("auto", "float32"):
+        raise UsageError(f"optim.master={config.master} is for bf16 weights; these are float32 already")
+    if not bf16 and config.state == "float32":
+        return torch.optim.AdamW(groups, **common, fused=True)
+    master = config.master if config.master != "auto" else "split"
     moments = torch.bfloat16 if config.state == "bfloat16" else torch.float32
-    return MixedAdamW(groups, **common, master=_master(config, dtypes), state_dtype=moments, offload=offload)
-
-
-def _master(config: OptimConfig, dtypes: set[torch.dtype]) -> str:
-    if config.master != "auto":
-        return config.master
-    return "split" if torch.bfloat16 in dtypes else "float32"
-
-
-def _torchao_optimizer(
-    groups: list[dict[str, Any]], config: OptimConfig, common: dict[str, Any], *, bf16: bool
-) -> torch.optim.Optimizer:
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise UsageError(f"optim.state={config.state} needs the package torchao (pip install torchao)") from error
-    if config.master not in ("auto", "stochastic"):
-        raise UsageError(f"optim.state={config.state} rounds bf16 weights stochastically, found master={config.master}")
-    return AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
+    return MixedAdamW(groups, **common, master=master, state_dtype=moments, offload=offload)
 
 
 class MixedAdamW(torch.optim.Optimizer):
     """AdamW whose arithmetic is float32 while weights and moments may be held in bf16.
 
     master       split | float32 | stochastic: where the bits of a float32 weight are that bf16 lacks (module docstring)
-    state_dtype  float32 or bfloat16 moments; bf16 moments are rounded stochastically, or the second one would stand still
+    state_dtype  float32 or bfloat16 moments; bf16 moments are rounded stochastically, or the second one would never move
     offload      keep the state in pinned CPU memory; two parameters' worth of it is on the GPU at a time
-    `grad_scale` (a 0-d tensor or None) multiplies gradients on the way in: clipping without a pass of its own.
+    `grad_scale` (a 0-d tensor or None) multiplies gradients on the way in: clipping without another pass.
     A parameter's gradient is `main_grad` where it has one (float32), else `grad`.
     """
 
@@ -118,7 +106,8 @@ class MixedAdamW(torch.optim.Optimizer):
         self.grad_scale: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Raises ValueError for a closure."""
         if closure is not None:
             raise ValueError("MixedAdamW takes no closure")
         updates = [
@@ -136,11 +125,9 @@ class MixedAdamW(torch.optim.Optimizer):
             self._update(parameter, grad, group, state)
 
     def _new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "step": 0,
-            "exp_avg": torch.zeros_like(parameter, dtype=self.state_dtype),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=self.state_dtype),
-        }
+        state: dict[str, Any] = {"step": 0}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
         if parameter.dtype == torch.bfloat16 and self.master == "split":
             state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
         elif parameter.dtype == torch.bfloat16 and self.master == "float32":
@@ -157,33 +144,27 @@ class MixedAdamW(torch.optim.Optimizer):
         self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> None:
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        numbers = [
-            group["lr"],
-            group["lr"] * group["weight_decay"],
-            1 - beta1 ** state["step"],
-            1 - beta2 ** state["step"],
-        ]
+        betas, lr = group["betas"], group["lr"]
+        numbers = [lr, lr * group["weight_decay"], *(1 - beta ** state["step"] for beta in betas)]
         # Numbers that change from step to step travel as a tensor: as Python floats each value would be recompiled.
         scalars = torch.tensor(numbers, dtype=torch.float32).to(parameter.device, non_blocking=True)
         scale = self.grad_scale if self.grad_scale is not None else torch.ones((), device=parameter.device)
+        kept = state.get("low", state.get("master"))
         update = _compiled(adamw_update) if parameter.is_cuda else adamw_update
         update(
             parameter.detach().view(-1),
             grad.reshape(-1),
             state["exp_avg"].view(-1),
             state["exp_avg_sq"].view(-1),
-            state["low"].view(-1) if "low" in state else None,
-            state["master"].view(-1) if "master" in state else None,
+            None if kept is None else kept.view(-1),
             scalars,
             scale,
-            beta1,
-            beta2,
+            *betas,
             group["eps"],
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Unlike torch's, which would cast every moment to the parameter's dtype and move all of it to the GPU."""
+        """Restore a state as it was saved: torch's own would cast every moment to the parameter's dtype, on the GPU."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -235,22 +216,23 @@ def adamw_update(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    low: torch.Tensor | None,
-    master: torch.Tensor | None,
+    kept: torch.Tensor | None,
     scalars: torch.Tensor,
     grad_scale: torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """One AdamW step in place over flat tensors [n]; scalars = lr, lr · weight decay, 1 - β₁ᵗ, 1 - β₂ᵗ (float32 [4])."""
+    """Take one AdamW step in place over flat tensors [n].
+
+    kept     what a bf16 parameter lacks: int16 low bits, a float32 copy, or None
+    scalars  float32 [4]: lr, lr · weight decay, 1 - β₁ᵗ, 1 - β₂ᵗ
+    """
     lr, decay, correction1, correction2 = scalars.unbind()
-    if master is not None:
-        weight = master
-    elif low is not None:
-        weight = join_float32(parameter, low)
-    else:
+    if kept is None:
         weight = parameter.float()
+    else:
+        weight = kept if kept.dtype == torch.float32 else join_float32(parameter, kept)
     g = grad.float() * grad_scale
     m = exp_avg.float() * beta1 + g * (1 - beta1)
     v = exp_avg_sq.float() * beta2 + g * g * (1 - beta2)
@@ -259,21 +241,16 @@ def adamw_update(
         m, v = stochastic_round(m), stochastic_round(v)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
-    if master is not None:
-        master.copy_(weight)
-        parameter.copy_(split_float32(weight)[0])
-    elif low is not None:
-        high, rest = split_float32(weight)
+    if kept is not None:
+        high, low = split_float32(weight)
         parameter.copy_(high)
-        low.copy_(rest)
-    elif parameter.dtype == torch.bfloat16:
-        parameter.copy_(stochastic_round(weight))
+        kept.copy_(weight if kept.dtype == torch.float32 else low)
     else:
-        parameter.copy_(weight)
+        parameter.copy_(stochastic_round(weight) if parameter.dtype == torch.bfloat16 else weight)
 
 
 def split_float32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 -> (bf16 nearest to it, int16 rest); join_float32 gives back the same bits.
+    """Split float32 into (bf16 nearest to it, int16 rest); join_float32 returns the same bits.
 
     Halves are rounded away from zero: rounding to even would need a rest of +32,768, which int16 lacks.
     """
@@ -284,13 +261,13 @@ def split_float32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_float32(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """(bf16, int16 rest) -> the float32 that split_float32 took apart."""
+    """Join (bf16, int16 rest) to the float32 that split_float32 took apart."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
 def stochastic_round(value: torch.Tensor) -> torch.Tensor:
-    """float32 -> bf16, up or down with the probability that makes the mean exact."""
+    """Round float32 to bf16, up or down with the probability that makes the mean exact."""
     noise = torch.randint(0, 1 << 16, value.shape, device=value.device, dtype=torch.int32)
     bits = (value.view(torch.int32) + noise) >> 16
     return bits.to(torch.int16).view(torch.bfloat16)
@@ -302,8 +279,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient, wherever it accumulates."""
-    main = getattr(parameter, "main_grad", None)
+    """Return a parameter's gradient, wherever it accumulates: `main_grad` or `grad`."""
+    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
     return main if main is not None else parameter.grad
 
 
@@ -325,6 +302,7 @@ def accumulate_in_float32(model: Model) -> None:
 
 
 def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop `grad` and zero `main_grad`."""
     for parameter in parameters:
         parameter.grad = None
         if getattr(parameter, "main_grad", None) is not None:
@@ -333,7 +311,7 @@ def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm over all gradients, summed in float32: a 0-d tensor."""
+    """Return the Euclidean norm over all gradients, summed in float32: a 0-d tensor. ValueError where there is none."""
     grads = [grad for grad in map(gradient, parameters) if grad is not None]
     if not grads:
         raise ValueError("no parameter has a gradient: is anything trained?")
@@ -348,11 +326,8 @@ def apply_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor, clip_norm: 
     scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm is not None else torch.ones_like(norm)
     if isinstance(optimizer, MixedAdamW):
         optimizer.grad_scale = scale
-        optimizer.step()
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
-        grad = gradient(parameter)
-        if grad is not None:
-            parameter.grad = (grad * scale).to(parameter.dtype)
+    else:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            grad = gradient(parameter)
+            parameter.grad = None if grad is None else (grad * scale).to(parameter.dtype)
     optimizer.step()
