@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from teachercache.errors import MissingObject, TeacherCacheError, UsageError
 from teachercache.store.failures import retry_while_unavailable
-from teachercache.store.store import Store
+from teachercache.store.store import ObjectInfo, Store
 
 INDEX = "checkpoints.json"
 FINAL = "final"
@@ -51,13 +51,12 @@ def wait_for_store(action: Callable[[], T], what: str) -> T:
 
 
 class CheckpointEntry(BaseModel):
-    """One checkpoint of a run."""
+    """One checkpoint of a run; `files` are sizes in bytes, with which a download is compared."""
 
     model_config = ConfigDict(frozen=True)
-
     step: int
     folder: str
-    files: dict[str, int] = Field(description="size in bytes of each file: a download is compared with it")
+    files: dict[str, int]
     heldout_kl: float | None = None
 
 
@@ -89,10 +88,6 @@ class CheckpointFolder:
     def __init__(self, url: str) -> None:
         self.url, self.store = url, Store.open(url)
         self.local = Path(self.store.root) if self.store.is_local else None
-
-    def exists(self, name: str) -> bool:
-        """Return whether the run has a file of this name."""
-        return self._patiently(partial(self.store.exists, name), "looking at")
 
     def index(self) -> CheckpointIndex:
         """Return what counts; empty when there is nothing yet. Raises TeacherCacheError when the file is damaged."""
@@ -148,10 +143,9 @@ class CheckpointFolder:
 
         Raises TeacherCacheError, naming the file, when one is missing or has another size.
         """
-        target = self.local / entry.folder if self.local else self._download(entry.folder, list(entry.files))
+        target = self.fetch_model(entry.folder)
         for name, size in entry.files.items():
-            path = target / name
-            found = path.stat().st_size if path.is_file() else None
+            found = (target / name).stat().st_size if (target / name).is_file() else None
             if found != size:
                 raise TeacherCacheError(
                     f"checkpoint file {self.url}/{entry.folder}/{name} should have {size} bytes, found "
@@ -163,22 +157,17 @@ class CheckpointFolder:
         """Return a local folder with the files of a model folder of this output, or of the URL itself."""
         if self.local:
             return self.local / folder
-        prefix = f"{folder}/" if folder else ""
-        found = self._patiently(partial(self.store.list, prefix), "listing")
-        names = [info.path.removeprefix(prefix) for info in found]
-        return self._download(folder, [name for name in names if "/" not in name])
-
-    def _download(self, folder: str, names: list[str]) -> Path:
         target = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         _downloads.add(target)
+        prefix = f"{folder}/" if folder else ""
 
-        def copy(name: str) -> None:
-            path = f"{folder}/{name}" if folder else name
-            with (target / name).open("wb") as out:
-                self.store.download(path, self.store.head(path).size, out)
+        def copy(info: ObjectInfo) -> None:
+            with (target / info.path.removeprefix(prefix)).open("wb") as out:
+                self.store.download(info.path, info.size, out)
 
-        for name in names:
-            self._patiently(partial(copy, name), "reading")
+        for info in self._patiently(partial(self.store.list, prefix), "listing"):
+            if "/" not in info.path.removeprefix(prefix):
+                self._patiently(partial(copy, info), "reading")
         return target
 
     def put(self, name: str, data: bytes | Path) -> None:
@@ -258,7 +247,7 @@ def resolve_model_folder(url: str) -> Path:
     run = CheckpointFolder(url)
     if run.local and not run.local.is_dir():
         raise UsageError(f"there is no folder {url}; expected a Hugging Face model folder or an output of this trainer")
-    if run.exists("config.json"):
+    if run.get_text("config.json"):
         return run.fetch_model()
     index = run.index()
     if index.latest is None:

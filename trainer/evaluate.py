@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -60,75 +61,62 @@ def evaluate(
     bytes for a sequence's rows.
     Raises TeacherCacheError when there is no row.
     """
-    device = next(model.parameters()).device
-    totals: dict[str, float] = dict.fromkeys(("kl", "kl_full", "agree", "nll"), 0.0)
-    calibration = torch.zeros(3, ECE_BINS, dtype=torch.float64)  # rows, summed confidence, summed correctness
-    rows = labelled = 0
+    device, head = next(model.parameters()).device, student.head(model)
+    sums: Counter[str] = Counter()
+    calibration = torch.zeros(3, ECE_BINS, dtype=torch.float64)  # rows, confidence and correctness, summed in each bin
     was_training, started = model.training, time.monotonic()
     model.eval()
     for cpu_sequence in sequences:
         sequence = cpu_sequence.to(device)
         layout = DocumentLayout(sequence.document_lengths, attention_kind, device)
-        hidden = student.hidden_states(model, sequence.input_ids, sequence.position_ids, layout)
-        head = student.head(model)
-        hidden = hidden.index_select(0, sequence.row_index)
-        teacher_logits = None
-        if teacher is not None:
-            teacher_logits = student.row_logits(
-                teacher, sequence.input_ids, sequence.position_ids, sequence.row_index, layout
-            )
+        where = (sequence.input_ids, sequence.position_ids)
+        hidden = student.hidden_states(model, *where, layout).index_select(0, sequence.row_index)
+        theirs = student.row_logits(teacher, *where, sequence.row_index, layout) if teacher is not None else None
         for start in range(0, sequence.num_rows, chunk_size):
             part = slice(start, start + chunk_size)
-            values = _chunk(hidden[part], head, sequence, part, vocab_size, teacher_logits)
-            for key in totals:
-                totals[key] += values[key]
-            calibration += values["calibration"]
-            labelled += values["labelled"]
-        rows += sequence.num_rows
+            rows = TeacherRows(sequence.topk_ids[part], sequence.topk_logprobs[part], sequence.tail_logprob[part])
+            logprobs = head.logits(hidden[part])[:, :vocab_size].log_softmax(dim=1)
+            sums.update(_sums(logprobs, rows, sequence.labels[part], calibration))
+            if theirs is not None:
+                teacher_logprobs = theirs[part, :vocab_size].log_softmax(dim=1)
+                full = (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).double().sum().item()
+                sums.update({"kl_full": full})
     model.train(was_training)
-    if rows == 0:
+    rows_seen = sums["rows"]
+    if rows_seen == 0:
         raise TeacherCacheError("nothing to evaluate: the split has no valid row")
+    count, confidence, correct = calibration
     result: dict[str, Any] = {
-        "heldout_kl": totals["kl"] / rows,
+        "heldout_kl": sums["kl"] / rows_seen,
         "heldout_kl_kind": "K+1 outcomes (bucket)",
-        "top1_agreement": totals["agree"] / rows,
-        "perplexity": math.exp(min(totals["nll"] / max(labelled, 1), 700.0)),
-        "ece": _expected_calibration_error(calibration),
-        "rows": rows,
+        "top1_agreement": sums["agree"] / rows_seen,
+        "perplexity": math.exp(min(sums["nll"] / max(sums["labelled"], 1), 700.0)),
+        "ece": ((confidence - correct).abs().sum() / count.sum().clamp_min(1)).item(),
+        "rows": rows_seen,
         "seconds": time.monotonic() - started,
     }
     if teacher is not None:
-        result["heldout_kl_full_vocabulary"] = totals["kl_full"] / rows
+        result["heldout_kl_full_vocabulary"] = sums["kl_full"] / rows_seen
     return result
 
 
-def _chunk(
-    hidden: torch.Tensor,
-    head: student.Head,
-    sequence: PackedSequence,
-    part: slice,
-    vocab_size: int,
-    teacher_logits: torch.Tensor | None,
-) -> dict[str, Any]:
-    """Sums over a chunk of rows."""
-    rows = TeacherRows(sequence.topk_ids[part], sequence.topk_logprobs[part], sequence.tail_logprob[part])
-    labels = sequence.labels[part]
-    logits = head.logits(hidden)[:, :vocab_size]
-    logprobs = logits.log_softmax(dim=1)
+def _sums(
+    logprobs: torch.Tensor, rows: TeacherRows, labels: torch.Tensor, calibration: torch.Tensor
+) -> dict[str, float]:
+    """Sums over rows of a chunk, from the student's log-probabilities [N, V]; adds to `calibration`."""
     confidence, top1 = logprobs.max(dim=1)
     known = labels != NO_LABEL
-    values: dict[str, Any] = {
+    confidence, correct = confidence[known].exp(), top1[known] == labels[known]
+    bins = (confidence * ECE_BINS).long().clamp(0, ECE_BINS - 1).cpu()
+    for row, value in enumerate((torch.ones_like(confidence), confidence, correct)):
+        calibration[row].index_add_(0, bins, value.double().cpu())
+    return {
+        "rows": len(labels),
         "kl": _bucket_kl(logprobs, rows),
-        "kl_full": 0.0,
         "agree": (top1 == rows.topk_ids[:, 0]).sum().item(),
         "nll": -logprobs[known].gather(1, labels[known, None]).double().sum().item(),
         "labelled": int(known.sum()),
-        "calibration": _calibration(confidence[known].exp(), top1[known] == labels[known]),
     }
-    if teacher_logits is not None:
-        theirs = teacher_logits[part, :vocab_size].log_softmax(dim=1)
-        values["kl_full"] = (theirs.exp() * (theirs - logprobs)).double().sum().item()
-    return values
 
 
 def _bucket_kl(logprobs: torch.Tensor, rows: TeacherRows) -> float:
@@ -138,20 +126,6 @@ def _bucket_kl(logprobs: torch.Tensor, rows: TeacherRows) -> float:
     q = torch.cat([logprobs.gather(1, ids), outside[:, None]], dim=1).double()
     p = torch.cat([rows.topk_logprobs, rows.tail_logprob[:, None]], dim=1).double().log_softmax(dim=1)
     return (p.exp() * (p - q)).sum().item()
-
-
-def _calibration(confidence: torch.Tensor, correct: torch.Tensor) -> torch.Tensor:
-    """float64 [3, ECE_BINS] on the CPU: rows, summed confidence and summed correctness per bin of confidence."""
-    bins = (confidence * ECE_BINS).long().clamp(0, ECE_BINS - 1).cpu()
-    out = torch.zeros(3, ECE_BINS, dtype=torch.float64)
-    for row, value in enumerate((torch.ones_like(confidence), confidence, correct)):
-        out[row].index_add_(0, bins, value.double().cpu())
-    return out
-
-
-def _expected_calibration_error(calibration: torch.Tensor) -> float:
-    count, confidence, correct = calibration
-    return ((confidence - correct).abs().sum() / count.sum().clamp_min(1)).item()
 
 
 def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:

@@ -144,8 +144,8 @@ class MixedAdamW(torch.optim.Optimizer):
         self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> None:
         state["step"] += 1
-        betas, lr = group["betas"], group["lr"]
-        numbers = [lr, lr * group["weight_decay"], *(1 - beta ** state["step"] for beta in betas)]
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        numbers = [lr, lr * group["weight_decay"], 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]]
         # Numbers that change from step to step travel as a tensor: as Python floats each value would be recompiled.
         scalars = torch.tensor(numbers, dtype=torch.float32).to(parameter.device, non_blocking=True)
         scale = self.grad_scale if self.grad_scale is not None else torch.ones((), device=parameter.device)
@@ -159,7 +159,8 @@ class MixedAdamW(torch.optim.Optimizer):
             None if kept is None else kept.view(-1),
             scalars,
             scale,
-            *betas,
+            beta1,
+            beta2,
             group["eps"],
         )
 

@@ -21,6 +21,8 @@ STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
 STEPS_BEFORE_SPIKES = 20
 """Steps in which the running mean of the loss settles before train.spike_factor counts."""
+PROGRESS = ("step", "rows", "tokens", "mean_loss", "data")
+"""What a checkpoint holds of the progress."""
 MUST_MATCH = ("split", "seed", "loss", "lora")
 
 
@@ -60,7 +62,7 @@ class Progress:
     def start(cls, train: TrainConfig, total_tokens: int, saved: dict[str, Any] | None) -> Progress:
         """Return the progress of a new run, or of one that continues from a checkpoint's state."""
         epochs = train.epochs or (None if train.max_steps else 1)
-        kept = {key: saved[key] for key in ("step", "rows", "tokens", "mean_loss", "data")} if saved else {}
+        kept = {key: saved[key] for key in PROGRESS} if saved else {}
         return cls(epochs, train.max_steps, total_tokens, **kept)
 
     @property
@@ -70,12 +72,9 @@ class Progress:
 
     def share(self, tokens_done: int) -> float:
         """Return the share of the run in [0, 1]: by tokens where the data ends it, by steps where max_steps is first."""
-        shares = []
-        if self.max_steps:
-            shares.append(self.step / self.max_steps)
-        if self.epochs:
-            shares.append(tokens_done / max(1, self.epochs * self.total_tokens))
-        return min(1.0, max(shares))
+        by_steps = self.step / self.max_steps if self.max_steps else 0.0
+        by_tokens = tokens_done / max(1, self.epochs * self.total_tokens) if self.epochs else 0.0
+        return min(1.0, max(by_steps, by_tokens))
 
     def loss_limit(self, spike_factor: float | None) -> float | None:
         """Return the largest loss that the next step may have; None is any."""
@@ -142,9 +141,8 @@ class Checkpointer:
         """Write the final model, with adapters merged, and mark the run finished; return its summary."""
         index, progress, url = self.folder.index(), self.progress, self.folder.url
         latest, best = index.latest, index.best
-        measured: dict[str, Any] = {}
-        if latest and best:
-            measured["heldout_kl"] = latest.heldout_kl
+        measured: dict[str, Any] = {"heldout_kl": latest.heldout_kl} if latest and best else {}
+        if best:
             measured["best"] = f"step {best.step}: {best.heldout_kl:.4f} nats, {url}/{best.folder}"
         summary = {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
@@ -172,20 +170,10 @@ class Checkpointer:
         if self._adapters:  # they alone were saved: what they adapt is in the configuration
             student.base(self.model).config.save_pretrained(folder)
         student.write_files(self._tokenizer, folder)
-        random = {
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        }
-        torch.save({"optimizer": self.optimizer.state_dict(), **random}, folder / OPTIMIZER)
-        progress = self.progress
-        state = {
-            "step": progress.step,
-            "rows": progress.rows,
-            "tokens": progress.tokens,
-            "mean_loss": progress.mean_loss,
-            "data": progress.data,
-            **self._run,
-        }
+        cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        held = {"optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
+        torch.save(held, folder / OPTIMIZER)
+        state = {**{key: getattr(self.progress, key) for key in PROGRESS}, **self._run}
         (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
