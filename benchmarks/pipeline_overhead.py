@@ -11,15 +11,12 @@ alternates. Prints and stores each pair and the median ratio: benchmarks/results
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +26,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def load_sibling(name: str) -> Any:
-    """Import a module next to this file."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def write_corpus(folder: Path, tokens: int) -> Path:
-    """Topics of Python's own reference, cut to 1,500 characters, about `tokens` tokens in all."""
+    """Write topics of Python's reference, cut to 1,500 characters, about `tokens` tokens in all."""
     from pydoc_data.topics import topics
 
     path = folder / "corpus.jsonl"
@@ -64,9 +51,11 @@ def main() -> int:
     options = parser.parse_args()
 
     import teachercache
+    from benchmarks.teacher_rows_h200 import run_overlapping, s3_server
     from pipeline.config import parse_job
     from pipeline.planning.identity import build_spec
     from pipeline.planning.plan import make_plan
+    from pipeline.running.shard_run import ShardRun
     from pipeline.running.tasks import ShardTask
     from pipeline.running.worker import ShardWorker
     from pipeline.teachers.vllm_teacher import VllmTeacher
@@ -74,7 +63,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = write_corpus(folder, options.tokens)
-        with load_sibling("teacher_rows_h200").s3_server(folder / "s3") as bucket:
+        with s3_server(folder / "s3") as bucket:
             job = parse_job(
                 {
                     "cache": f"{bucket}/cache",
@@ -88,7 +77,8 @@ def main() -> int:
             teacher = VllmTeacher(job.teacher, str(model), spec.tokenizer.vocab_size)
             worker = ShardWorker(job, model, spec, start=lambda: teacher)
             plan = make_plan(job, worker.encoder, spec.digest).plan
-            windows = [w for s in plan.shards for w in worker._windows(ShardTask(s), Counter(), {}, False, set())]
+            runs = [ShardRun(ShardTask(s), job, worker.encoder, worker.loop) for s in plan.shards]
+            windows = [window for run in runs for window in run.windows()]
             prompts = [{"prompt_token_ids": w.input_ids.tolist()} for w in windows]
             total = sum(len(w.input_ids) for w in windows)
 
@@ -102,24 +92,10 @@ def main() -> int:
 
             def pipeline(serial: int) -> float:
                 worker.writer = teachercache.create(f"{bucket}/cache{serial}", spec)
-                queue, lock, tokens = [ShardTask(s) for s in plan.shards], threading.Lock(), []
                 began = time.perf_counter()
-
-                def pull() -> None:
-                    while True:
-                        with lock:
-                            if not queue:
-                                return
-                            task = queue.pop(0)
-                        tokens.append(worker.run(task).tokens)
-
-                threads = [threading.Thread(target=pull) for _ in range(2)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+                receipts = run_overlapping(worker, [ShardTask(s) for s in plan.shards])
                 seconds = time.perf_counter() - began
-                assert sum(tokens) == total, (sum(tokens), total)
+                assert sum(receipt.tokens for receipt in receipts) == total
                 return total / seconds
 
             print(f"{len(windows)} documents, {total} tokens, {len(plan.shards)} shards; warming up", flush=True)

@@ -59,11 +59,6 @@ def storage_bytes(tokens: float, codec: str, rows_per_token: float = 1.0) -> flo
     return tokens * rows_per_token * BYTES_PER_ROW[codec]
 
 
-def requests(tokens: float) -> float:
-    """Writing: a shard is about 6 requests (lease, two files of PUT and HEAD, commit)."""
-    return tokens / SHARD_TOKENS * 6
-
-
 def short(number: float) -> str:
     """1234567 → 1.2 M; at most three digits."""
     for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):

@@ -5,12 +5,12 @@
     python benchmarks/teacher_rows_h200.py --smoke MODEL        the same steps on a CPU with a small real model
 
 One process, one engine, K = 100, float32 head. Paths:
-    plain            prefill alone: no log-probabilities are asked for
+    plain            prefill alone: no log-probabilities are requested
     dictionaries     vLLM's default prompt log-probabilities (fewer documents: it is ten times slower)
     flat             flat_logprobs, detokenize=False
     raw              the front end keeps the engine's tensors (pipeline/teachers/raw_tensors.py)
-    raw + gathered   tensor-parallel only: the worker's own top-K over logits that vLLM has gathered on every rank
-    raw + worker     the worker's own top-K as well (pipeline/teachers/topk.py; over several GPUs vocab_parallel.py)
+    raw + gathered   tensor-parallel only: the worker's top-K over logits that vLLM has gathered on every rank
+    raw + worker     the worker's top-K as well (pipeline/teachers/topk.py; over several GPUs vocab_parallel.py)
     pipeline         the shard function without Ray: Parquet in, rows encoded, uploaded to a local S3 server, committed
 Rates are tokens of input per second of wall time from the first submission to the last result (pipeline: to the last
 commit), after one warm-up round of each path. Over several GPUs a measurement takes as many times the documents, so that
@@ -25,13 +25,11 @@ import contextlib
 import json
 import os
 import platform
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +64,7 @@ LLAMA_8B = {
 
 
 def dummy_model(folder: Path) -> Path:
-    """A model folder without weights: config.json, and a tokenizer whose size is right."""
+    """Make a model folder without weights: config.json, and a tokenizer whose size is right."""
     from tokenizers import Tokenizer, models
 
     folder.mkdir(parents=True)
@@ -78,45 +76,27 @@ def dummy_model(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
-    """A local S3 server (localbucket) with one bucket; yields the bucket's URL and sets AWS_*."""
-    import shutil
+    """Run a local S3 server (localbucket) with one bucket; yield the bucket's URL and set AWS_*."""
+    import s3fs
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    installed = Path(sys.executable).with_name("localbucket")
-    program = str(installed) if installed.exists() else shutil.which("localbucket")
-    command = [program] if program else [sys.executable, "-m", "localbucket"]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port), str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
-        AWS_ACCESS_KEY_ID="bench",
-        AWS_SECRET_ACCESS_KEY="benchbenchbench",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-    try:
-        import s3fs
+    from tests.servers import serve
 
-        for _ in range(100):
-            try:
-                s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bench")
-                break
-            except OSError:
-                time.sleep(0.1)
+    with serve("localbucket", folder) as server:
+        os.environ.update(server.env())
+        s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bench")
         yield "s3://bench"
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
+
+
+def run_overlapping(worker: Any, tasks: list[Any], threads: int = 2) -> list[Any]:
+    """Do shards through the function that Ray's actors call, `threads` at a time; return their receipts."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(worker.run, tasks))
 
 
 def drive(
     teacher: Any, inputs: list[np.ndarray], submit: Callable[[str, np.ndarray], None], take: Callable[[Any], None]
 ) -> float:
-    """Seconds from the first submission to the last result of an engine kept full."""
+    """Return the seconds from the first submission to the last result of an engine kept full."""
     began = time.perf_counter()
     for key, ids in enumerate(inputs):
         submit(f"b{time.monotonic_ns()}-{key}", ids)
@@ -130,7 +110,7 @@ def drive(
 
 
 def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, float]:
-    """tokens/s of every path but the pipeline."""
+    """Return tokens/s of every path but the pipeline."""
     from vllm import SamplingParams
 
     from pipeline.teachers.vllm_teacher import columns_of
@@ -174,7 +154,7 @@ def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, floa
 
 
 def check_worker_rows(teacher: Any, ids: np.ndarray, before: Any) -> dict[str, float]:
-    """Rows by the worker's top-K against vLLM's own rows of the same document."""
+    """Compare rows by the worker's top-K with vLLM's rows of the same document."""
     from tests.pipeline.drift import largest_drift
 
     after = teacher.score([ids])[0].rows
@@ -185,7 +165,7 @@ def check_worker_rows(teacher: Any, ids: np.ndarray, before: Any) -> dict[str, f
 def run_pipeline(
     teacher: Any, job: Any, folder: Path, spec: Any, shards: int, docs: int, length: int
 ) -> dict[str, float]:
-    """Parquet in → committed rows on S3, two shards overlapping, through the function that Ray's actors call."""
+    """Measure Parquet in → committed rows on S3, two shards overlapping, through the function that Ray's actors call."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -206,28 +186,10 @@ def run_pipeline(
     writer.put_plan(plan)
     queue = [ShardTask(s) for s in plan.shards]
     worker.run(queue.pop(0))  # warm-up
-    busy, tokens, size = worker.loop.busy_s, 0, 0
-    lock = threading.Lock()
-    began = time.perf_counter()
-
-    def pull() -> None:
-        nonlocal tokens, size
-        while True:
-            with lock:
-                if not queue:
-                    return
-                task = queue.pop(0)
-            receipt = worker.run(task)
-            with lock:
-                tokens += receipt.tokens
-                size += receipt.bytes
-
-    threads = [threading.Thread(target=pull) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    busy, began = worker.loop.busy_s, time.perf_counter()
+    receipts = run_overlapping(worker, queue)
     seconds = time.perf_counter() - began
+    tokens, size = (sum(getattr(receipt, name) for receipt in receipts) for name in ("tokens", "bytes"))
     report = {
         "tokens_per_s": tokens / seconds,
         "engine_busy": (worker.loop.busy_s - busy) / seconds,
@@ -263,12 +225,7 @@ def main() -> int:
 
     from pipeline.config import parse_job
     from pipeline.teachers.vllm_teacher import VllmTeacher
-    from teachercache import (
-        CacheSpec,
-        TeacherSpec,
-        fingerprint_config,
-        fingerprint_tokenizer,
-    )
+    from teachercache import CacheSpec, TeacherSpec, fingerprint_config, fingerprint_tokenizer
 
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         scratch = Path(name)
@@ -330,7 +287,7 @@ def main() -> int:
     print(f"\n{'path':<18}{'tokens/s':>12}{'of plain':>10}")
     for key, value in rates.items():
         print(f"{key:<18}{value:>12,.0f}{value / plain:>10.1%}")
-    print("worker rows against vLLM's own:", report["worker_rows_check"])
+    print("worker rows against vLLM's:", report["worker_rows_check"])
     device = "cpu_smoke" if options.smoke else "h200"
     if options.tensor_parallel > 1:
         device += f"_tp{options.tensor_parallel}"

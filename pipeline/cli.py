@@ -209,11 +209,7 @@ def status(
 
 
 @app.command()
-def quarantine(
-    target: Target,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
+def quarantine(target: Target, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """List shards and documents that were given up, with their reasons. Exit status 1 where a shard is quarantined.
 
     Example: python -m pipeline quarantine s3://bucket/cache

@@ -14,12 +14,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config import JobConfig
 from pipeline.corpus.documents import Document, Dropped
-from pipeline.corpus.templates import (
-    Render,
-    assistant_spans,
-    end_markers,
-    make_renderer,
-)
+from pipeline.corpus.templates import Render, assistant_spans, end_markers, make_renderer
 from pipeline.corpus.windows import context_of, spans
 from teachercache import TokenizerSpec, fingerprint_tokenizer
 from teachercache.errors import UsageError

@@ -208,12 +208,7 @@ def _parse_line(offset: int, line: bytes | None, kind: str, text_column: str) ->
 
 
 def read_documents(
-    url: str,
-    corpus: CorpusConfig,
-    start: int,
-    stop: int,
-    unit: str,
-    read_ahead: int = READ_AHEAD,
+    url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, read_ahead: int = READ_AHEAD
 ) -> Iterator[RawDocument]:
     """Yield the documents of one range.
 

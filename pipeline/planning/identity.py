@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import JobConfig, TeacherConfig
-from teachercache import (
-    CacheSpec,
-    TeacherSpec,
-    fingerprint_config,
-    fingerprint_tokenizer,
-    fingerprint_weights,
-)
+from teachercache import CacheSpec, TeacherSpec, fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.errors import UsageError
 
 # engine arguments that change a log-probability on purpose; all others are provenance

@@ -14,10 +14,12 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pipeline.config import RunConfig
+from pipeline.running.leases import StoreLeases
 from pipeline.running.tasks import Failed, Finished, Pool, PoolState, ShardTask, merge_suspects
+from teachercache import CacheWriter
 from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.format.objects import PlanShard
 from teachercache.store.failures import retry_while_unavailable
@@ -26,29 +28,6 @@ T = TypeVar("T")
 STORE_PATIENCE_S = 900.0
 REFRESH_S = 30.0  # how often commits of other jobs are looked up
 NARROWINGS = 12  # attempts that only find out which document kills the engine
-
-
-class ShardStore(Protocol):
-    """What the driver needs of a cache; CacheWriter has it."""
-
-    def committed(self) -> set[str]:
-        """Return the ids of the shards that have a commit."""
-
-    def quarantine(self, shard_id: str, *, reason: str, message: str, documents: Sequence[str] = ()) -> None:
-        """Record that a shard keeps failing."""
-
-
-class Leases(Protocol):
-    """Advisory: which shards other jobs have taken."""
-
-    def others(self) -> set[str]:
-        """Return the shards that other jobs have taken."""
-
-    def announce(self, shards: Sequence[str]) -> None:
-        """Take shards for this job."""
-
-    def release(self) -> None:
-        """Give this job's shards back."""
 
 
 @dataclass(slots=True)
@@ -102,11 +81,11 @@ class Driver:
     def __init__(
         self,
         run: RunConfig,
-        store: ShardStore,
+        store: CacheWriter,
         shards: Sequence[PlanShard],
         pool: Callable[[], Pool],
         *,
-        leases: Leases | None = None,
+        leases: StoreLeases | None = None,
         on_progress: Callable[[Tally, PoolState], None] | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
         stop: threading.Event | None = None,

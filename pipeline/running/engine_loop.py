@@ -81,7 +81,6 @@ class EngineLoop:
         self._start_error: BaseException | None = None
         self.teacher: Teacher
         self.busy_s = 0.0  # the engine held at least one input
-        self.starved_s = 0.0  # shards were open, the engine empty
         self.tokens = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -195,10 +194,7 @@ class EngineLoop:
 
     def _step(self) -> bool:
         with self._cond:
-            waited = time.monotonic()
             self._cond.wait_for(lambda: self._inbox or self._alone or self._inside or self._calls or self._stopping)
-            if self._clients and not self._stopping:
-                self.starved_s += time.monotonic() - waited
             if self._stopping:
                 return False
             call = self._calls.popleft() if self._calls and not self._inside else None

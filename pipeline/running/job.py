@@ -14,8 +14,9 @@ from pipeline.corpus.encode import Encoder
 from pipeline.planning.identity import build_spec, resolve_model
 from pipeline.planning.plan import Planned, make_plan
 from pipeline.planning.prior_plans import PriorPlans, read_prior_plans
-from pipeline.running.driver import Driver, Leases, Outcome, Tally
+from pipeline.running.driver import Driver, Outcome, Tally
 from pipeline.running.inline_pool import InlinePool
+from pipeline.running.leases import StoreLeases
 from pipeline.running.tasks import Pool, PoolState
 from teachercache import CacheSpec, CacheWriter, Ledger, Manifest, Plan
 from teachercache.console import stop_on_signals
@@ -127,14 +128,13 @@ def run_job(
     plan_digest = writer.put_plan(prepared.planned.plan)
     job = _with_reuse_settled(job, writer, prepared.planned.plan)
     prepared.job = job
-    leases = _leases(job, writer)
     stop = stop or threading.Event()
     driver = Driver(
         job.run,
         writer,
         prepared.planned.plan.shards,
         _pool_maker(prepared, plan_digest, len(prepared.planned.plan.shards), observe),
-        leases=leases,
+        leases=StoreLeases(writer.store) if job.run.leases else None,
         on_progress=on_progress,
         on_event=on_event,
         stop=stop,
@@ -161,11 +161,3 @@ def _with_reuse_settled(job: JobConfig, writer: CacheWriter, plan: Plan) -> JobC
     others = writer.committed() - {shard.shard_id for shard in plan.shards}
     run = job.run.model_copy(update={"reuse": "on" if others else "off"})
     return job.model_copy(update={"run": run})
-
-
-def _leases(job: JobConfig, writer: CacheWriter) -> Leases | None:
-    if not job.run.leases:
-        return None
-    from pipeline.running.leases import StoreLeases
-
-    return StoreLeases(writer.store)

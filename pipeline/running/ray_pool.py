@@ -213,10 +213,7 @@ class RayPool:
         self._journal: Any = ray.remote(num_cpus=0, max_restarts=3)(JournalActor).remote()
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
         self._actor_class = ray.remote(
-            num_cpus=CPUS_PER_ACTOR,
-            num_gpus=gpus,
-            max_restarts=0,
-            max_concurrency=job.run.shards_per_actor + 2,
+            num_cpus=CPUS_PER_ACTOR, num_gpus=gpus, max_restarts=0, max_concurrency=job.run.shards_per_actor + 2
         )(TeacherActor)
         self._arguments = (
             job.model_dump(mode="json"),

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -54,16 +55,7 @@ class CommittedRows:
             found = self._index.get(self._key(window))
         if found is None:
             return None
-        return replace(
-            found,
-            doc_id=window.doc_id,
-            window=window.window,
-            start=window.start,
-            split=window.split,
-            source=window.source,
-            loss_mask=window.loss_mask,
-            meta=window.meta,
-        )
+        return replace(found, **_of_window(window))
 
 
 class ShardRun:
@@ -95,7 +87,7 @@ class ShardRun:
     def records(self) -> Iterator[Record]:
         """Yield the shard's records: all documents but the suspects, then the suspects one at a time."""
         for alone in (False, True) if self.task.suspects else (False,):
-            for record in self._scored(self._unknown(self._windows(alone)), alone):
+            for record in self._scored(self._unknown(self.windows(alone)), alone):
                 yield record
                 yield from self._copies()
             yield from self._copies()
@@ -144,7 +136,7 @@ class ShardRun:
 
     # -- documents → windows -------------------------------------------------------------------------------------
 
-    def _windows(self, alone: bool) -> Iterator[Window]:
+    def windows(self, alone: bool = False) -> Iterator[Window]:
         """Yield windows of the suspects (`alone`), or of all other documents."""
         generates = self.job.recipe.mode == "generate"
         exclude, suspects = set(self.task.exclude), set(self.task.suspects)
@@ -231,17 +223,18 @@ def record_of(window: Window, scored: Scored) -> Record:
     rows = scored.rows
     assert rows is not None
     return Record(
-        doc_id=window.doc_id,
-        window=window.window,
-        start=window.start,
-        split=window.split,
-        source=window.source,
         input_ids=np.asarray(window.input_ids, dtype=np.int32),
         row_pos=window.row_pos,
         topk_ids=rows.topk_ids,
         topk_logprobs=rows.topk_logprobs,
         tail_logprob=rows.tail_logprob,
         target_logprob=rows.target_logprob,
-        loss_mask=window.loss_mask,
-        meta=window.meta,
+        **_of_window(window),
     )
+
+
+def _of_window(window: Window) -> dict[str, Any]:
+    """Return what a record has of its window alone, whoever made its rows."""
+    return {
+        name: getattr(window, name) for name in ("doc_id", "window", "start", "split", "source", "loss_mask", "meta")
+    }

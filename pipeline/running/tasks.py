@@ -30,14 +30,12 @@ class Receipt:
     shard_id: str
     won: bool = False  # false: another attempt had committed the shard first
     documents: int = 0
-    records: int = 0
     tokens: int = 0
     rows: int = 0
     bytes: int = 0
     reused_rows: int = 0  # of `rows`: copied from commits of other plans
     drops: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    worker: str = ""
 
 
 @dataclass(slots=True)

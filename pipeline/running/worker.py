@@ -25,9 +25,9 @@ from pipeline.running.engine_loop import EngineLoop
 from pipeline.running.scratch import Scratch
 from pipeline.running.shard_run import CommittedRows, Journal, ShardRun
 from pipeline.running.tasks import Receipt, ShardTask
-from pipeline.teachers import start_teacher
 from pipeline.teachers.base import Teacher
 from pipeline.teachers.canary import check_teacher
+from pipeline.teachers.start import start_teacher
 from teachercache import CacheSpec, CacheWriter, PlanShard, Store, check_record, fingerprint_config
 from teachercache.errors import InvalidRecord, UsageError
 
@@ -105,14 +105,12 @@ class ShardWorker:
             shard_id=shard.shard_id,
             won=result.won,
             documents=result.documents,
-            records=result.records,
             tokens=result.tokens,
             rows=result.rows,
             bytes=result.bytes,
             reused_rows=run.reused["rows"],
             drops=dict(run.drops),
             seconds=time.monotonic() - began,
-            worker=self.name,
         )
 
     def _name_broken(self, shard_id: str, broken: dict[str, list[str]]) -> None:
@@ -141,13 +139,7 @@ class ShardWorker:
     def state(self) -> dict[str, Any]:
         """Return what a live view shows of this worker: seconds of its engine, tokens, whether it is dead."""
         loop = self.loop
-        return {
-            "name": self.name,
-            "busy_s": loop.busy_s,
-            "starved_s": loop.starved_s,
-            "tokens": loop.tokens,
-            "dead": loop.dead,
-        }
+        return {"name": self.name, "busy_s": loop.busy_s, "tokens": loop.tokens, "dead": loop.dead}
 
     def close(self) -> None:
         """Free the teacher and remove the scratch folder."""

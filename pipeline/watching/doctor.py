@@ -11,13 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from teachercache.doctor import (
-    FAIL,
-    OK,
-    WARN,
-    Finding,
-    examine,
-)
+from teachercache.doctor import FAIL, OK, WARN, Finding, examine
 
 TIMEOUT_S = 180
 
