@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+import teachercache
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
@@ -107,3 +110,20 @@ def verify(url: str | Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", "from teachercache.cli import main; main()", "verify", str(url)],
         capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment(), check=False,
     )  # fmt: skip
+
+
+def check_complete(url: str | Path, expected: set[str]) -> None:
+    """The cache verifies; each document is there once."""
+    result = verify(url)
+    assert result.returncode == 0, result.stdout + result.stderr
+    counts = collections.Counter(r.doc_id for r in teachercache.open(str(url)).records())
+    assert set(counts) == expected
+    assert set(counts.values()) == {1}
+
+
+def poison_id(folder: Path) -> int:
+    """Token id of the DEL character."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(make_tokenizer(folder / "tok") / "tokenizer.json"))
+    return tokenizer.encode("\x7f", add_special_tokens=False).ids[0]

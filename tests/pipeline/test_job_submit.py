@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 import pytest
 
 from teachercache import Store
-from tests.pipeline.conftest import ROOT, documents, environment, write_jsonl
-from tests.pipeline.test_failures import check_complete
+from tests.pipeline.conftest import ROOT, check_complete, documents, environment, write_jsonl
 from tests.servers import Server
+from tests.waiting import wait_for
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from demo_services import ray_head
@@ -59,13 +58,6 @@ class Job:
     path: Path
     cache: str
     ids: set[str]
-
-
-def wait_for(condition, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 
 import psutil
 import pytest
 
-from tests.pipeline.conftest import command, documents, environment, pipeline, write_jsonl
-from tests.pipeline.test_failures import check_complete, poison_id
+from tests.pipeline.conftest import check_complete, command, documents, environment, pipeline, poison_id, write_jsonl
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,9 +44,7 @@ def test_sigkill_of_a_teacher_actor_while_it_works(job_file, tmp_path):
         text=True,
     )
     commits = tmp_path / "cache" / "commits"
-    deadline = time.monotonic() + 90
-    while not (commits.exists() and list(commits.glob("*.json"))) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: list(commits.glob("*.json")), what="the first commit")
     victims = teacher_processes(process.pid)
     assert victims
     victims[0].send_signal(signal.SIGKILL)

@@ -15,7 +15,7 @@ from tests.pipeline.conftest import ROOT
 
 WORKER = """
 import sys, time
-from pipeline.scratch import Scratch
+from pipeline.running.scratch import Scratch
 scratch = Scratch()
 (scratch.folder / "half.parquet").write_bytes(b"x" * 1000)
 print(scratch.folder, flush=True)
@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def test_folder_of_a_killed_worker_is_removed_and_that_of_a_live_one_is_not(folder):
     process = subprocess.Popen([sys.executable, "-c", WORKER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    theirs = Path(process.stdout.readline().strip())
+    theirs = Path(process.stdout.readline().strip())  # empty where the process failed at once
     assert (theirs / "half.parquet").exists()
     mine = Scratch()
     assert theirs.exists()

@@ -1,18 +1,17 @@
-"""The worker's top-K gives what log_softmax and topk over the whole row give, from whole rows and from shards of them."""
+"""Top-K in one pass over the logits equals the plain twin."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from pipeline.teachers.topk import reference_row_top_k, row_top_k
+from pipeline.teachers.vocab_parallel import sharded_row_top_k
 
-from pipeline.teachers.topk import reference_row_top_k, row_top_k  # noqa: E402
-from pipeline.teachers.vocab_parallel import sharded_row_top_k  # noqa: E402
+torch = pytest.importorskip("torch")
 
 SHAPES = [(3, 4096, 20), (2, 49152, 100), (2, 50257, 100), (1, 8191, 7), (4, 300, 100)]
 
@@ -93,68 +92,6 @@ def check_shards(logits: torch.Tensor, k: int, ranks: int, target: torch.Tensor 
     for ids, logprobs in on_ranks(ranks, work):
         assert (ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
         compare(logits, k, target, ids, logprobs)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize(("n", "vocab", "k"), [(3, 4096, 20), (2, 49152, 100), (2, 50257, 100), (1, 128_256, 100)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_shards_equal_the_plain_twin_over_the_whole_row(n, vocab, k, ranks, dtype):
-    torch.manual_seed(0)
-    check_shards((torch.randn(n, vocab) * 4).to(dtype), k, ranks)
-
-
-def test_all_of_the_top_in_one_shard_and_targets_at_every_edge():
-    torch.manual_seed(0)
-    logits = torch.randn(4, 1000)
-    logits[:, 900:] += 50.0
-    check_shards(logits, 64, 2, torch.tensor([0, 511, 512, 999]))
-
-
-def test_a_shard_whose_vocabulary_is_masked_has_no_nan():
-    logits = torch.randn(2, 1024)
-    logits[:, 512:] = float("-inf")
-    check_shards(logits, 64, 2, torch.tensor([0, 511]))
-
-
-def test_a_split_that_does_not_cover_the_vocabulary_is_refused_before_anything_is_sent():
-    def all_gather(x: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("the other ranks are not here")
-
-    whole, target = torch.randn(2, 1000), torch.tensor([1, 2])
-    for vocab, k in [(1000, 10), (2001, 10), (1005, 10)]:  # a replicated head, too many ids, a last slice below k
-        assert sharded_row_top_k(whole, k, target, rank=0, ranks=2, vocab=vocab, all_gather=all_gather) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("soft_cap", "scale"), [(None, 1.0), (5.0, 0.5)])
-def test_worker_without_the_gather_gives_what_vllm_would_have_gathered(soft_cap, scale, monkeypatch):
-    """vLLM's own LogitsProcessor on two ranks: soft cap, scale and padding as in the gathered logits."""
-    pytest.importorskip("vllm")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    from pipeline.teachers import worker_topk
-
-    torch.manual_seed(0)
-    ranks, vocab, width, hidden_size, k, rows = 2, 1000, 512, 16, 20, 70
-    weight = torch.nn.functional.pad(torch.randn(vocab, hidden_size), (0, 0, 0, ranks * width - vocab))
-    hidden, target = torch.randn(rows, hidden_size), torch.randint(0, vocab, (rows,))
-    with set_current_vllm_config(VllmConfig()):
-        processors = [LogitsProcessor(vocab, scale=scale, soft_cap=soft_cap) for _ in range(ranks)]
-    monkeypatch.setattr(worker_topk, "CHUNK_ROWS", 16)  # three chunks, the last one short
-
-    def work(rank: int, all_gather: Any) -> Any:
-        part = weight[rank * width : (rank + 1) * width]
-        head = SimpleNamespace(tp_size=ranks, quant_method=SimpleNamespace(apply=lambda head, x, bias=None: x @ part.T))
-        chunking = worker_topk.make_sharded_chunking(None, processors[rank], rank, ranks, all_gather)
-        return chunking(target, hidden, lambda x: processors[rank](head, x), k)
-
-    logits = hidden @ weight[:vocab].T
-    logits = (logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap) * scale
-    for ids, logprobs, zeros in on_ranks(ranks, work):
-        compare(logits, k, target, ids, logprobs)
-        assert zeros.shape == (rows,)
-    assert all("_gather_logits" not in vars(p) for p in processors)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,7 @@
-"""What a user gets wrong is one line and exit status 2, and nothing is written; what dies is resumed."""
+"""A whole job: what a user gets wrong is one line and exit status 2, and nothing is written; what dies is resumed."""
 
 from __future__ import annotations
 
-import collections
 import gzip
 import json
 import os
@@ -16,7 +15,17 @@ import pytest
 import yaml
 
 import teachercache
-from tests.pipeline.conftest import command, documents, environment, pipeline, verify, write_jsonl
+from tests.pipeline.conftest import (
+    check_complete,
+    command,
+    documents,
+    environment,
+    pipeline,
+    poison_id,
+    verify,
+    write_jsonl,
+)
+from tests.waiting import wait_for
 
 # -- misuse ------------------------------------------------------------------------------------------------------
 
@@ -30,14 +39,12 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_wrong_teacher_path(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     line = one_line(pipeline("run", job, "teacher.model=/no/such/folder"))
     assert "/no/such/folder" in line
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.slow
 def test_unknown_key_names_its_neighbour(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert "did you mean run.actors?" in one_line(pipeline("run", job, "run.actorz=3"))
@@ -48,7 +55,6 @@ def test_unknown_key_names_its_neighbour(job_file, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.slow
 def test_cache_of_another_teacher(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert pipeline("run", job).returncode == 0
@@ -68,9 +74,6 @@ def test_wrong_credentials(job_file, tmp_path, s3_server, monkeypatch):
     job = job_file(f"{bucket}/cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     line = one_line(pipeline("run", job))
     assert "wrong" not in line.replace("wrong credentials", "")
-
-
-@pytest.mark.slow
 def test_store_without_conditional_writes_is_refused_before_a_teacher_starts(job_file, tmp_path, unsafe_s3_url):
     job = job_file(f"{unsafe_s3_url}/cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert "conditional" in one_line(pipeline("run", job))
@@ -100,6 +103,7 @@ def bad_corpus(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 EXPECTED_DROPS = {
     "empty": 1,
     "blank": 1,
@@ -111,9 +115,6 @@ EXPECTED_DROPS = {
     "wrong_type": 2,
     "invalid_json": 1,
 }
-
-
-@pytest.mark.slow
 def test_bad_documents_are_handled_as_the_job_says_and_counted(job_file, tmp_path):
     recipe = {"windows": {"policy": "skip"}, "filters": {"dedup": "shard"}}
     job = job_file(tmp_path / "cache", [bad_corpus(tmp_path / "bad.jsonl")], recipe=recipe, run={"shard_bytes": 10**6})
@@ -164,15 +165,6 @@ def test_truncated_file_names_itself_and_the_last_good_document(job_file, tmp_pa
 # -- deaths ------------------------------------------------------------------------------------------------------
 
 
-def check_complete(url: str | Path, expected: set[str]) -> None:
-    """The cache verifies; each document is there once."""
-    result = verify(url)
-    assert result.returncode == 0, result.stdout + result.stderr
-    counts = collections.Counter(r.doc_id for r in teachercache.open(str(url)).records())
-    assert set(counts) == expected
-    assert set(counts.values()) == {1}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_sigkill_of_the_driver_then_the_same_command(job_file, tmp_path, seed):
@@ -182,11 +174,12 @@ def test_sigkill_of_the_driver_then_the_same_command(job_file, tmp_path, seed):
     job = job_file(tmp_path / "cache", files, teacher={"engine_args": {"delay_s": 0.1}})
     process = subprocess.Popen(command("run", job), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
     commits = tmp_path / "cache" / "commits"
-    wanted = random.Random(seed).randrange(1, 5)
-    deadline = time.monotonic() + 60
-    while (len(list(commits.glob("*.json"))) if commits.exists() else 0) < wanted and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(random.Random(seed).random() * 0.2)
+    rng = random.Random(seed)
+    wanted = rng.randrange(1, 5)
+    wait_for(
+        lambda: len(list(commits.glob("*.json"))) >= wanted, what=f"{wanted} commits (seed {seed})", interval_s=0.02
+    )
+    time.sleep(rng.random() * 0.2)  # somewhere inside the next shard
     process.send_signal(signal.SIGKILL)
     process.wait()
     committed = len(list(commits.glob("*.json")))
@@ -194,9 +187,6 @@ def test_sigkill_of_the_driver_then_the_same_command(job_file, tmp_path, seed):
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{committed} found committed" in result.stdout
     check_complete(tmp_path / "cache", {f"{i}-doc{k}" for i in range(3) for k in range(40)})
-
-
-@pytest.mark.slow
 def test_two_whole_jobs_race_on_one_cache(job_file, tmp_path, s3_url):
     files = [
         write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)
@@ -220,8 +210,7 @@ def test_sigterm_gives_the_shards_back(job_file, tmp_path):
     )
     process = subprocess.Popen(command("run", job), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
     commits = tmp_path / "cache" / "commits"
-    while not commits.exists():
-        time.sleep(0.05)
+    wait_for(commits.exists, what="the first commit")
     os.kill(process.pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -230,9 +219,6 @@ def test_sigterm_gives_the_shards_back(job_file, tmp_path):
     assert not list((tmp_path / "cache").glob("leases/*/*"))
     assert pipeline("run", job).returncode == 0
     check_complete(tmp_path / "cache", {f"doc{k}" for k in range(60)})
-
-
-@pytest.mark.slow
 def test_document_that_kills_the_engine_costs_only_itself(job_file, tmp_path):
     docs = documents(30)
     docs[17]["text"] = "a poisonous \x7f document"
@@ -247,7 +233,6 @@ def test_document_that_kills_the_engine_costs_only_itself(job_file, tmp_path):
     assert "doc17" in named.stdout
 
 
-@pytest.mark.slow
 def test_document_with_nan_rows_costs_only_itself(job_file, tmp_path):
     docs = documents(30)
     docs[3]["text"] = "a document \x7f of NaN"
@@ -257,13 +242,3 @@ def test_document_with_nan_rows_costs_only_itself(job_file, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     check_complete(tmp_path / "cache", {f"doc{k}" for k in range(30) if k != 3})
     assert json.loads(pipeline("status", job, "--json").stdout)["drops"] == {"nan": 1}
-
-
-def poison_id(folder: Path) -> int:
-    """Token id of the DEL character."""
-    from tokenizers import Tokenizer
-
-    from tests.pipeline.conftest import make_tokenizer
-
-    tokenizer = Tokenizer.from_file(str(make_tokenizer(folder / "tok") / "tokenizer.json"))
-    return tokenizer.encode("\x7f", add_special_tokens=False).ids[0]

@@ -1,21 +1,22 @@
-"""Generate mode, continuations of a student, de-duplication over a corpus, sampling, and the preview."""
+"""One shard: generate mode, student continuations, given token ids, exact rows; rows that other plans committed are copied."""
 
 from __future__ import annotations
 
-import collections
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+import pipeline.running.shard_run as shard_run
 import teachercache
+import teachercache.write.reuse
 from pipeline.config import load_job
 from pipeline.running.job import run_job
+from pipeline.watching.status import read_status
 from teachercache.errors import UsageError
-from tests.pipeline.conftest import documents, pipeline, verify, write_jsonl
+from tests.pipeline.conftest import documents, pipeline, write_jsonl
 
 
 def test_generate_scores_prompt_and_continuation_and_masks_the_continuation(job_file, tmp_path):
@@ -46,7 +47,9 @@ QUESTIONS = [
     }
     for i in range(20)
 ]
+
 ANSWERED = {"id": "answered", "messages": [*QUESTIONS[0]["messages"], {"role": "assistant", "content": "No."}]}
+
 CHAT = Path(__file__).parent / "templates" / "smollm2.jinja"
 
 
@@ -81,6 +84,7 @@ def test_generate_answers_the_last_turn_of_a_conversation(job_file, tmp_path, to
     assert len({r.meta["generate_seed"] for r in records.values()}) == len(QUESTIONS)
 
 
+@pytest.mark.slow
 def test_generate_over_answered_conversations_is_refused_before_anything_is_written(job_file, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [ANSWERED | {"id": str(i)} for i in range(12)])
     recipe = {"mode": "generate", "chat": {"template": str(CHAT)}}
@@ -90,7 +94,6 @@ def test_generate_over_answered_conversations_is_refused_before_anything_is_writ
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.slow
 def test_answers_have_the_length_that_the_window_leaves(job_file, tmp_path):
     """A prompt that fills the window is dropped; one that nearly does is continued by what is left, and says `length`."""
     rows = [{"id": "full", "text": "x" * 64}, {"id": "near", "text": "y" * 61}]
@@ -106,6 +109,7 @@ def test_answers_have_the_length_that_the_window_leaves(job_file, tmp_path):
     assert json.loads(pipeline("status", job, "--json").stdout)["drops"] == {"prompt_too_long": 1}
 
 
+@pytest.mark.slow
 def test_continuations_that_a_student_wrote_are_scored_with_its_revision_in_the_plan(job_file, tmp_path):
     rows = [{"id": str(i), "text": f"question {i}", "answer": f"answer {i}"} for i in range(5)]
     corpus = {"fields": {"text": "text", "continuation": "answer", "id": "id"}, "student": "step-400"}
@@ -118,51 +122,6 @@ def test_continuations_that_a_student_wrote_are_scored_with_its_revision_in_the_
     assert plan["job"]["corpora"][0]["student"] == "step-400"
 
 
-@pytest.mark.slow
-def test_corpus_dedup_keeps_the_first_copy_and_never_one_that_is_cached_elsewhere(job_file, tmp_path):
-    docs = documents(40)
-    write_jsonl(tmp_path / "in" / "m.jsonl", [*docs, docs[3] | {"id": "copy-inside"}])
-    recipe = {"filters": {"dedup": "corpus"}}
-    job = job_file(tmp_path / "cache", [tmp_path / "in" / "*.jsonl"], recipe=recipe, run={"shard_bytes": 1000})
-    assert pipeline("run", job).returncode == 0
-    # a file that sorts before the cached one, with copies and one new document
-    write_jsonl(
-        tmp_path / "in" / "a.jsonl",
-        [docs[5] | {"id": "late"}, docs[6] | {"id": "late2"}, {"id": "new", "text": "fresh"}],
-    )
-    result = pipeline("run", job)
-    assert result.returncode == 0, result.stdout + result.stderr
-    ids = collections.Counter(r.doc_id for r in teachercache.open(str(tmp_path / "cache")).records())
-    assert set(ids) == {d["id"] for d in docs} | {"new"}
-    assert verify(tmp_path / "cache").returncode == 0
-    status = json.loads(pipeline("status", job, "--json").stdout)
-    assert status["drops"] == {"duplicate": 3}
-
-
-@pytest.mark.slow
-def test_sampling_takes_the_same_documents_each_time(job_file, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(200, 40))
-    seen = []
-    for name in ("one", "two"):
-        job = job_file(tmp_path / name, [path], corpus={"sample": 0.3})
-        assert pipeline("run", job).returncode == 0
-        seen.append(sorted(r.doc_id for r in teachercache.open(str(tmp_path / name)).records()))
-    assert seen[0] == seen[1]
-    assert 30 <= len(seen[0]) <= 90
-
-
-def test_plan_shows_documents_with_their_masks(job_file, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(3))
-    job = job_file(tmp_path / "cache", [path])
-    result = pipeline("plan", job, "--show", "2", "--rate", "1000")
-    assert result.returncode == 0, result.stderr
-    assert "document 0 says" in result.stdout
-    assert re.search(r"token 0\] d«ocument 0 says.*»$", result.stdout, re.M)  # nothing precedes the first token
-    assert "GPU-hours" in result.stdout
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.slow
 def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
     rows = [
         {"id": "a", "ids": [1, 2, 3, 4]},
@@ -179,6 +138,7 @@ def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
     assert drops == {"id_out_of_range": 1, "empty": 1, "wrong_type": 1}
 
 
+@pytest.mark.slow
 def test_masks_that_do_not_fit_their_ids_cost_only_their_documents(job_file, tmp_path):
     masks = {"a": [True, False, True], "b": [[1], [1, 2], [3]], "c": "yes", "d": [True], "e": [0, 1, 1], "f": None}
     rows = [{"id": name, "ids": [1, 2, 3], "mask": mask} for name, mask in masks.items()]
@@ -189,7 +149,6 @@ def test_masks_that_do_not_fit_their_ids_cost_only_their_documents(job_file, tmp
     assert result.manifest.drops == {"wrong_type": 4}
 
 
-@pytest.mark.slow
 def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
     """What comes out of the cache is what the teacher gave, for every window of every document."""
     from pipeline.teachers.noop import expected_columns
@@ -205,3 +164,69 @@ def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
         ids, logprobs = expected_columns(r.input_ids, 8, vocab)
         np.testing.assert_array_equal(r.topk_ids, ids[r.row_pos, 1:])
         np.testing.assert_allclose(r.topk_logprobs, logprobs[r.row_pos, 1:], rtol=1e-3)
+
+
+@pytest.fixture
+def two_corpora(job_file, tmp_path):
+    """A cache of ten documents, and a job for a second file that repeats five of them under other names."""
+    cache = tmp_path / "cache"
+    first = write_jsonl(tmp_path / "a.jsonl", documents(10))
+    run_job(load_job(job_file(cache, [first])))
+    renamed = [dict(d, id=f"again-{d['id']}") for d in documents(15)[5:]]
+    second = write_jsonl(tmp_path / "b.jsonl", renamed)
+    return str(cache), load_job(job_file(cache, [second], corpus={"source": "second"}))
+
+
+def test_rows_of_committed_documents_are_copied_and_counted(two_corpora):
+    cache, job = two_corpora
+    outcome = run_job(job).outcome
+    records = {(r.source, r.doc_id): r for r in teachercache.open(cache).records()}
+    assert len(records) == 20
+    copied_rows = 0
+    for i in range(5, 10):
+        ours, theirs = records["second", f"again-doc{i}"], records["s", f"doc{i}"]
+        np.testing.assert_array_equal(ours.topk_ids, theirs.topk_ids)
+        np.testing.assert_array_equal(ours.topk_logprobs, theirs.topk_logprobs)
+        assert ours.content_key == theirs.content_key
+        copied_rows += len(ours.row_pos)
+    assert outcome.tally.reused_rows == copied_rows
+    status = read_status(cache)
+    assert status["reused_rows"] == copied_rows
+    assert status["rows"] > copied_rows
+
+
+def test_only_unknown_documents_reach_the_teacher(two_corpora, monkeypatch):
+    _, job = two_corpora
+    seen: list[str] = []
+    original = shard_run.record_of
+    monkeypatch.setattr(
+        shard_run, "record_of", lambda window, scored: seen.append(window.doc_id) or original(window, scored)
+    )
+    run_job(job)
+    assert sorted(seen) == sorted(f"again-doc{i}" for i in range(10, 15))
+
+
+def test_off_computes_everything(two_corpora):
+    cache, job = two_corpora
+    job = job.model_copy(update={"run": job.run.model_copy(update={"reuse": "off"})})
+    assert run_job(job).outcome.tally.reused_rows == 0
+    assert read_status(cache)["reused_rows"] == 0
+
+
+def test_a_file_collected_meanwhile_costs_computing_not_the_document(two_corpora, monkeypatch):
+    cache, job = two_corpora
+    monkeypatch.setattr(teachercache.write.reuse.ReuseIndex, "get", lambda self, key: None)
+    outcome = run_job(job).outcome
+    assert outcome.tally.reused_rows == 0
+    assert sum(1 for _ in teachercache.open(cache).records(source="second")) == 10
+
+
+def test_a_plan_does_not_read_its_own_commits_back(job_file, tmp_path, monkeypatch):
+    cache, files = tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(10))]
+    run_job(load_job(job_file(cache, files)))
+
+    def never(self):
+        raise AssertionError("the index was built although no other plan committed anything")
+
+    monkeypatch.setattr(teachercache.CacheWriter, "reuse_index", never)
+    assert run_job(load_job(job_file(cache, files))).outcome.tally.found > 0
