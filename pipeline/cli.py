@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -111,23 +112,18 @@ def run(
     """
     from pipeline.running.job import Prepared, run_job
     from pipeline.watching.metrics import ActorMetrics, with_job_metrics
-    from pipeline.watching.progress import Progress, human, show_outcome
+    from pipeline.watching.progress import Progress, human, say, show_outcome
 
     config = _load(job, overrides)
     console = text_console(stderr=as_json)
-    progress = Progress(console)
+    progress, tell = Progress(console), partial(say, console)
 
     def planned(prepared: Prepared) -> None:
         tokens = sum(e.tokens for e in prepared.planned.estimates)
         count = len(prepared.planned.plan.shards)
-        console.print(
-            f"{count} shards, about {human(tokens)} tokens (estimate) → {config.cache}", highlight=False, soft_wrap=True
-        )
+        tell(f"{count} shards, about {human(tokens)} tokens (estimate) → {config.cache}")
         for warning in prepared.planned.warnings:
-            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+            tell(f"warning: {warning}")
 
     def event(name: str, details: dict[str, Any]) -> None:
         progress.event(name, details)
@@ -139,7 +135,7 @@ def run(
     on_progress = with_job_metrics(progress) if with_ray else progress
     observe = ActorMetrics if with_ray else None
     try:
-        result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=event, observe=observe, say=say)
+        result = run_job(config, on_planned=planned, on_progress=on_progress, on_event=event, observe=observe, say=tell)
     finally:
         progress.close()
     outcome = result.outcome
@@ -147,7 +143,7 @@ def run(
     if result.manifest is not None:
         m = result.manifest
         state = "complete" if m.complete else "PARTIAL"
-        say(f"published manifest {m.number} ({state}): {m.documents} documents, {m.rows} rows, {len(m.files)} files")
+        tell(f"published manifest {m.number} ({state}): {m.documents} documents, {m.rows} rows, {len(m.files)} files")
     if as_json:
         report = {
             "reason": outcome.reason,
@@ -164,14 +160,14 @@ def run(
         }
         print_json(report, indent=None)
     if outcome.reason == "budget":
-        say(
+        tell(
             f"the budget of {config.run.budget_gpu_hours:g} GPU-hours is spent ({outcome.gpu_hours:.4g} in all; shards that "
             "were in progress are finished); run the same command to go on with a fresh budget, or with a larger one"
         )
     elif outcome.reason == "stopped":
-        say("stopped; run the same command to go on")
+        tell("stopped; run the same command to go on")
     elif outcome.quarantined and result.manifest is None:
-        say(
+        tell(
             "not published: shards are quarantined; fix their inputs, or publish without them by run.allow_partial=true"
         )
     if outcome.reason != "done" or result.manifest is None:
@@ -214,6 +210,7 @@ def quarantine(target: Target, overrides: Overrides = None, as_json: AsJson = Fa
 
     Example: python -m pipeline quarantine s3://bucket/cache
     """
+    from pipeline.watching.progress import say
     from pipeline.watching.status import read_quarantine
 
     url = _cache_of(target, overrides)
@@ -223,13 +220,8 @@ def quarantine(target: Target, overrides: Overrides = None, as_json: AsJson = Fa
     else:
         console = text_console()
         for entry in entries:
-            console.print(
-                f"{entry['scope']} {entry['shard_id']}  {entry['reason']}: {entry['message']}"
-                + (f"  [{', '.join(entry['documents'][:5])}]" if entry["documents"] else ""),
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            named = f"  [{', '.join(entry['documents'][:5])}]" if entry["documents"] else ""
+            say(console, f"{entry['scope']} {entry['shard_id']}  {entry['reason']}: {entry['message']}{named}")
         if not entries:
             console.print("nothing is quarantined")
         elif any(e["scope"] == "shard" for e in entries):

@@ -34,6 +34,11 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
 
 
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: not wrapped, nothing highlighted, brackets kept."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
 class Progress:
     """Prints progress: a live line on a terminal, a plain line for every report elsewhere."""
 
@@ -57,7 +62,7 @@ class Progress:
         if self._status is not None:
             self._status.update(line)
         else:
-            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            say(self.console, line)
 
     def _engines(self, workers: list[dict[str, Any]], now: float) -> str:
         """Return the share of the last interval in which engines held work: the mean, and the idlest by name."""
@@ -97,7 +102,7 @@ class Progress:
         """Print an event that a person should see: a failure, a quarantine, an outage of the store."""
         if name in ("failed", "quarantined", "store"):
             text = "  ".join(f"{key}={value}" for key, value in details.items())
-            self.console.print(f"{name}: {text}", soft_wrap=True, markup=False, highlight=False)
+            say(self.console, f"{name}: {text}")
 
     def close(self) -> None:
         """Remove the live line."""
@@ -133,23 +138,20 @@ def show_plan(console: Console, planned: Planned, tokens_per_s: float | None, gp
     else:
         console.print("teacher time: unknown until a first shard is committed; give --rate TOKENS_PER_S")
     for warning in planned.warnings:
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        say(console, f"warning: {warning}")
 
 
 def show_outcome(console: Console, outcome: Outcome) -> None:
     """Print the summary of a run."""
     tally = outcome.tally
     copied = f" of which {human(tally.reused_rows)} copied from other plans" if tally.reused_rows else ""
-    console.print(
-        f"{tally.committed} shards committed ({human(tally.documents)} documents, {human(tally.tokens)} tokens, "
-        f"{human(tally.rows)} rows{copied}, {human(tally.bytes, 'B')}), {tally.found} found committed, "
+    made = f"{human(tally.documents)} documents, {human(tally.tokens)} tokens, {human(tally.rows)} rows{copied}"
+    say(
+        console,
+        f"{tally.committed} shards committed ({made}, {human(tally.bytes, 'B')}), {tally.found} found committed, "
         f"{tally.quarantined} quarantined, {tally.retries} retries, {tally.conflicts} lost races, {duration(outcome.seconds)}",
-        soft_wrap=True,
-        highlight=False,
     )
     if tally.drops:
-        console.print(
-            "dropped: " + ", ".join(f"{k} {v}" for k, v in sorted(tally.drops.items())), highlight=False, soft_wrap=True
-        )
+        say(console, "dropped: " + ", ".join(f"{reason} {count}" for reason, count in sorted(tally.drops.items())))
     for shard, message in list(outcome.quarantined.items())[:20]:
-        console.print(f"quarantined {shard}: {message}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"quarantined {shard}: {message}")

@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import pipeline.planning.dedup
-import pipeline.planning.ranges
 import teachercache
 from pipeline.config import load_job
+from pipeline.planning import dedup, ranges
 from pipeline.running.job import run_job
 from tests.pipeline.conftest import documents, pipeline, verify, write_jsonl
 
@@ -21,7 +20,7 @@ from tests.pipeline.conftest import documents, pipeline, verify, write_jsonl
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gz", "parquet"])
 def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(ranges, "CUT_COMPRESSED_ABOVE", 0)
     docs = [{"id": f"d{i}", "text": f"text {i % 150} " * 5} for i in range(200)]
     path = tmp_path / f"a.{'jsonl.gz' if kind == 'gz' else kind}"
     if kind == "gz":
@@ -29,8 +28,8 @@ def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, mon
     else:
         pq.write_table(pa.Table.from_pylist(docs), path, row_group_size=30)
     opened: list[tuple[int, int]] = []
-    read = pipeline.planning.dedup.read_documents
-    monkeypatch.setattr(pipeline.planning.dedup, "read_documents", lambda *a: opened.append(a[2:4]) or read(*a))
+    read = dedup.read_documents
+    monkeypatch.setattr(dedup, "read_documents", lambda *a: opened.append(a[2:4]) or read(*a))
     recipe = {"filters": {"dedup": "corpus"}}
     result = run_job(load_job(job_file(tmp_path / "cache", [path], recipe=recipe, run={"shard_bytes": 1000})))
     assert len(opened) == 1

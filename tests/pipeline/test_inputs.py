@@ -12,11 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-import pipeline.planning.dedup
-import pipeline.planning.ranges
 import teachercache
 from pipeline.config import load_job
 from pipeline.corpus.encode import Encoder
+from pipeline.planning import ranges
 from pipeline.planning.plan import make_plan
 from pipeline.running.job import run_job
 from teachercache.errors import UsageError
@@ -34,7 +33,7 @@ def put(url: str, data: bytes) -> str:
 def test_every_form_of_input_is_read_from_a_store(job_file, tmp_path, s3_url, monkeypatch, split):
     """Plain, gz and zst lines, text and Parquet with list columns; whole and cut."""
     if split:
-        monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
+        monkeypatch.setattr(ranges, "CUT_COMPRESSED_ABOVE", 0)
     docs = documents(120)
     plain = ["".join(json.dumps(d) + "\n" for d in docs[i : i + 20]).encode() for i in range(0, 60, 20)]
     table = pa.table({"id": [d["id"] for d in docs[60:]], "ids": [list(d["text"].encode()) for d in docs[60:]]})

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-import pipeline.planning.dedup
-import pipeline.planning.ranges
 import teachercache
 from pipeline.config import load_job
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.readers import OPEN_END
+from pipeline.planning import ranges
 from pipeline.planning.plan import make_plan
 from pipeline.running.job import run_job
 from tests.pipeline.conftest import documents
@@ -35,7 +34,7 @@ def compressed(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_large_compressed_files_are_cut_and_give_each_document_once(job_file, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(ranges, "CUT_COMPRESSED_ABOVE", 0)
     path = job_file(tmp_path / "cache", [compressed(tmp_path, kind)], run={"shard_bytes": 4000})
     job = load_job(path)
     shards = make_plan(job, Encoder(job, job.teacher.model), "0" * 64).plan.shards
@@ -49,7 +48,7 @@ def test_large_compressed_files_are_cut_and_give_each_document_once(job_file, tm
 
 
 def test_a_cut_has_few_enough_ranges_to_be_worth_decompressing_up_to_each(job_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline.planning.ranges, "CUT_COMPRESSED_ABOVE", 0)
+    monkeypatch.setattr(ranges, "CUT_COMPRESSED_ABOVE", 0)
     job = load_job(job_file(tmp_path / "cache", [compressed(tmp_path, "gz")], run={"shard_bytes": 1}))
     assert len(make_plan(job, Encoder(job, job.teacher.model), "0" * 64).plan.shards) <= 65
 

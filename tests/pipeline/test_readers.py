@@ -12,11 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-import pipeline.corpus.readers as readers
-import pipeline.planning.dedup
-import pipeline.planning.ranges
 import teachercache
 from pipeline.config import CorpusConfig, load_job, parse_job
+from pipeline.corpus import readers
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.readers import read_documents
 from pipeline.planning.plan import make_plan

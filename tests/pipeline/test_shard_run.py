@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-import pipeline.running.shard_run as shard_run
 import teachercache
 import teachercache.write.reuse
 from pipeline.config import load_job
+from pipeline.running import shard_run
 from pipeline.running.job import run_job
 from pipeline.watching.status import read_status
 from teachercache.errors import UsageError
