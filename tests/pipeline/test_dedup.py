@@ -17,7 +17,6 @@ from pipeline.running.job import run_job
 from tests.pipeline.conftest import documents, pipeline, verify, write_jsonl
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gz", "parquet"])
 def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(ranges, "CUT_COMPRESSED_ABOVE", 0)
@@ -39,6 +38,7 @@ def test_corpus_wide_deduplication_reads_a_cut_file_once(job_file, tmp_path, mon
     assert found == {f"d{i}" for i in range(150)}
 
 
+@pytest.mark.slow
 def test_corpus_dedup_keeps_the_first_copy_and_never_one_that_is_cached_elsewhere(job_file, tmp_path):
     docs = documents(40)
     write_jsonl(tmp_path / "in" / "m.jsonl", [*docs, docs[3] | {"id": "copy-inside"}])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-@pytest.mark.slow
 import teachercache
 from tests.pipeline.conftest import documents, pipeline, write_jsonl
+
+
+@pytest.mark.slow
 def test_splits_are_by_the_text_and_stay_apart(job_file, tmp_path):
     import teachercache
 
-@pytest.mark.slow
     docs = documents(200, 40)
     path = write_jsonl(tmp_path / "a.jsonl", docs)
     job = job_file(tmp_path / "cache", [path], corpus={"splits": {"train": 0.8, "heldout": 0.2}})
@@ -20,6 +21,9 @@ def test_splits_are_by_the_text_and_stay_apart(job_file, tmp_path):
     assert not parts["train"] & parts["heldout"]
     assert len(parts["train"] | parts["heldout"]) == 200
     assert 20 <= len(parts["heldout"]) <= 60
+
+
+@pytest.mark.slow
 def test_sampling_takes_the_same_documents_each_time(job_file, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", documents(200, 40))
     seen = []

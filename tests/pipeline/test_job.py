@@ -39,12 +39,14 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-@pytest.mark.slow
 def test_wrong_teacher_path(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     line = one_line(pipeline("run", job, "teacher.model=/no/such/folder"))
     assert "/no/such/folder" in line
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
 def test_unknown_key_names_its_neighbour(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert "did you mean run.actors?" in one_line(pipeline("run", job, "run.actorz=3"))
@@ -55,6 +57,7 @@ def test_unknown_key_names_its_neighbour(job_file, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_cache_of_another_teacher(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert pipeline("run", job).returncode == 0
@@ -74,6 +77,9 @@ def test_wrong_credentials(job_file, tmp_path, s3_server, monkeypatch):
     job = job_file(f"{bucket}/cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     line = one_line(pipeline("run", job))
     assert "wrong" not in line.replace("wrong credentials", "")
+
+
+@pytest.mark.slow
 def test_store_without_conditional_writes_is_refused_before_a_teacher_starts(job_file, tmp_path, unsafe_s3_url):
     job = job_file(f"{unsafe_s3_url}/cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert "conditional" in one_line(pipeline("run", job))
@@ -103,7 +109,6 @@ def bad_corpus(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 EXPECTED_DROPS = {
     "empty": 1,
     "blank": 1,
@@ -115,6 +120,9 @@ EXPECTED_DROPS = {
     "wrong_type": 2,
     "invalid_json": 1,
 }
+
+
+@pytest.mark.slow
 def test_bad_documents_are_handled_as_the_job_says_and_counted(job_file, tmp_path):
     recipe = {"windows": {"policy": "skip"}, "filters": {"dedup": "shard"}}
     job = job_file(tmp_path / "cache", [bad_corpus(tmp_path / "bad.jsonl")], recipe=recipe, run={"shard_bytes": 10**6})
@@ -187,6 +195,9 @@ def test_sigkill_of_the_driver_then_the_same_command(job_file, tmp_path, seed):
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{committed} found committed" in result.stdout
     check_complete(tmp_path / "cache", {f"{i}-doc{k}" for i in range(3) for k in range(40)})
+
+
+@pytest.mark.slow
 def test_two_whole_jobs_race_on_one_cache(job_file, tmp_path, s3_url):
     files = [
         write_jsonl(tmp_path / f"{i}.jsonl", [d | {"id": f"{i}-{d['id']}"} for d in documents(40)]) for i in range(3)
@@ -219,6 +230,9 @@ def test_sigterm_gives_the_shards_back(job_file, tmp_path):
     assert not list((tmp_path / "cache").glob("leases/*/*"))
     assert pipeline("run", job).returncode == 0
     check_complete(tmp_path / "cache", {f"doc{k}" for k in range(60)})
+
+
+@pytest.mark.slow
 def test_document_that_kills_the_engine_costs_only_itself(job_file, tmp_path):
     docs = documents(30)
     docs[17]["text"] = "a poisonous \x7f document"
@@ -233,6 +247,7 @@ def test_document_that_kills_the_engine_costs_only_itself(job_file, tmp_path):
     assert "doc17" in named.stdout
 
 
+@pytest.mark.slow
 def test_document_with_nan_rows_costs_only_itself(job_file, tmp_path):
     docs = documents(30)
     docs[3]["text"] = "a document \x7f of NaN"

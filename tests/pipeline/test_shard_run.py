@@ -84,7 +84,6 @@ def test_generate_answers_the_last_turn_of_a_conversation(job_file, tmp_path, to
     assert len({r.meta["generate_seed"] for r in records.values()}) == len(QUESTIONS)
 
 
-@pytest.mark.slow
 def test_generate_over_answered_conversations_is_refused_before_anything_is_written(job_file, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [ANSWERED | {"id": str(i)} for i in range(12)])
     recipe = {"mode": "generate", "chat": {"template": str(CHAT)}}
@@ -94,6 +93,7 @@ def test_generate_over_answered_conversations_is_refused_before_anything_is_writ
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_answers_have_the_length_that_the_window_leaves(job_file, tmp_path):
     """A prompt that fills the window is dropped; one that nearly does is continued by what is left, and says `length`."""
     rows = [{"id": "full", "text": "x" * 64}, {"id": "near", "text": "y" * 61}]
@@ -109,7 +109,6 @@ def test_answers_have_the_length_that_the_window_leaves(job_file, tmp_path):
     assert json.loads(pipeline("status", job, "--json").stdout)["drops"] == {"prompt_too_long": 1}
 
 
-@pytest.mark.slow
 def test_continuations_that_a_student_wrote_are_scored_with_its_revision_in_the_plan(job_file, tmp_path):
     rows = [{"id": str(i), "text": f"question {i}", "answer": f"answer {i}"} for i in range(5)]
     corpus = {"fields": {"text": "text", "continuation": "answer", "id": "id"}, "student": "step-400"}
@@ -122,6 +121,7 @@ def test_continuations_that_a_student_wrote_are_scored_with_its_revision_in_the_
     assert plan["job"]["corpora"][0]["student"] == "step-400"
 
 
+@pytest.mark.slow
 def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
     rows = [
         {"id": "a", "ids": [1, 2, 3, 4]},
@@ -138,7 +138,6 @@ def test_token_ids_are_taken_as_they_are(job_file, tmp_path):
     assert drops == {"id_out_of_range": 1, "empty": 1, "wrong_type": 1}
 
 
-@pytest.mark.slow
 def test_masks_that_do_not_fit_their_ids_cost_only_their_documents(job_file, tmp_path):
     masks = {"a": [True, False, True], "b": [[1], [1, 2], [3]], "c": "yes", "d": [True], "e": [0, 1, 1], "f": None}
     rows = [{"id": name, "ids": [1, 2, 3], "mask": mask} for name, mask in masks.items()]
@@ -149,6 +148,7 @@ def test_masks_that_do_not_fit_their_ids_cost_only_their_documents(job_file, tmp
     assert result.manifest.drops == {"wrong_type": 4}
 
 
+@pytest.mark.slow
 def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
     """What comes out of the cache is what the teacher gave, for every window of every document."""
     from pipeline.teachers.noop import expected_columns
