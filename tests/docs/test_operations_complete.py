@@ -51,3 +51,14 @@ def test_every_alert_has_its_page_and_no_page_is_stale() -> None:
     assert alerts
     pages = set(re.findall(r"^### (Teachercache\w+)$", PAGE, re.M))
     assert pages == alerts
+
+
+def test_messages_that_common_errors_quotes_are_in_the_code() -> None:
+    """The parts of a quoted message between its ellipses, wherever the source has them."""
+    section = PAGE.split("\n## Common errors\n")[1].split("\n## ")[0]
+    quoted = [quote for row in re.findall(r"^\| (.*?) \|", section, re.M) for quote in re.findall(r"`([^`]+)`", row)]
+    parts = {part.strip(" ,:;?()") for quote in quoted for part in quote.split("…")}
+    packages = [ROOT / name for name in ("teachercache", "pipeline", "trainer")]
+    source = "\n".join(path.read_text(encoding="utf-8") for folder in packages for path in folder.rglob("*.py"))
+    assert len(quoted) >= 5
+    assert [part for part in parts if part not in source] == []
