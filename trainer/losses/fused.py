@@ -95,7 +95,10 @@ def _row_kernel(logits: Tensor, top_k: int) -> Callable[..., Tensor]:
 def _padded_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
     """Return [rows, vocab] with rows aligned to 128 bytes: cuBLAS falls to slow kernels for odd leading dimensions."""
     unit = max(1, 128 // like.element_size())
-    return like.new_empty(rows, (vocab + unit - 1) // unit * unit)[:, :vocab]
+    buffer = like.new_empty(rows, (vocab + unit - 1) // unit * unit)
+    if not like.is_cuda:
+        buffer[:, vocab:] = 0.0  # bf16 products of a CPU with AMX multiply the padding by zero, and 0 * NaN is NaN
+    return buffer[:, :vocab]
 
 
 @torch.library.custom_op("teachercache::fused_kl", mutates_args=(), schema=SCHEMA)

@@ -12,18 +12,6 @@ from trainer.losses.options import LossOptions
 from trainer.losses.rows import TeacherRows
 
 
-def reference_logits(
-    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, vocab_size: int, softcap: float | None
-) -> Tensor:
-    """Float64 logits [N, vocab_size] of the student; the head's padding rows are simply not there."""
-    logits = hidden.double() @ head_weight.double()[:vocab_size].T
-    if bias is not None:
-        logits = logits + bias.double()[:vocab_size]
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits
-
-
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     return (log_a.exp() * (log_a - log_b)).sum()
 
@@ -57,10 +45,26 @@ def _row_kd(z: Tensor, ids: Tensor, logprobs: Tensor, tail_logprob: Tensor, opti
     return t**2 * _divergence(torch.log_softmax(teacher / t, 0), torch.log_softmax(student / t, 0), options)
 
 
-def reference_loss_from_logits(
-    logits: Tensor, rows: TeacherRows, options: LossOptions, labels: Tensor | None, num_valid: float | None
+def reference_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    rows: TeacherRows,
+    options: LossOptions,
+    *,
+    labels: Tensor | None = None,
+    num_valid: float | None = None,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """The loss of float64 logits [N, V]; see `reference_loss`."""
+    """Return what `kl_loss` means: a differentiable float64 scalar, in nats.
+
+    The head's padding rows, from vocab_size on, are simply not there.
+    """
+    logits = hidden.double() @ head_weight.double()[:vocab_size].T
+    if bias is not None:
+        logits = logits + bias.double()[:vocab_size]
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
     total = logits.sum() * 0.0
     count = 0
     for i in range(len(rows)):
@@ -78,20 +82,3 @@ def reference_loss_from_logits(
         total = total + row
     denominator = count if num_valid is None else num_valid
     return total / denominator if denominator else total
-
-
-def reference_loss(
-    hidden: Tensor,
-    head_weight: Tensor,
-    rows: TeacherRows,
-    options: LossOptions,
-    *,
-    labels: Tensor | None = None,
-    num_valid: float | None = None,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """What `kl_loss` means: a differentiable float64 scalar, in nats."""
-    vocab_size = head_weight.shape[0] if vocab_size is None else vocab_size
-    logits = reference_logits(hidden, head_weight, bias, vocab_size, options.softcap)
-    return reference_loss_from_logits(logits, rows, options, labels, num_valid)

@@ -1,6 +1,6 @@
 """Run the Triton row kernel under Triton's interpreter on the CPU; a child process, since the switch is read at import.
 
-Prints the worst error against the float64 twin. Started by test_triton_interpreted.py.
+Prints the worst error against the float64 twin. Started by test_row_triton.py.
 """
 
 from __future__ import annotations
