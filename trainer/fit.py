@@ -55,7 +55,8 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         resume.check_resumable(saved.state, config, cache)
         if folder.index().finished and resume.ends_alike(saved.state, config.train):
             print(f"{config.output} is finished: step {saved.state['step']}; nothing to do", file=sys.stderr)
-            return json.loads(folder.get_text("summary.json"))
+            summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
+            return summary
     resume.check_names(config, cache)
     setup.configure_torch(config.train)
     folder.sweep()

@@ -31,7 +31,7 @@ def matmul_parameters(model: Model) -> int:
     if experts and used:
         inside = sum(parameter.numel() for name, parameter in weights.values() if ".experts." in name)
         total -= int(inside * (1 - used / experts))
-    return total
+    return int(total)
 
 
 def step_flops(config: Any, parameters: int, document_lengths: Sequence[int]) -> float:
@@ -40,7 +40,7 @@ def step_flops(config: Any, parameters: int, document_lengths: Sequence[int]) ->
     config is a transformers text configuration, parameters what matmul_parameters counts.
     """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 6.0 * config.num_hidden_layers * config.num_attention_heads * head
+    attention: float = 6.0 * config.num_hidden_layers * config.num_attention_heads * head
     return 6.0 * parameters * sum(document_lengths) + attention * sum(float(n) ** 2 for n in document_lengths)
 
 

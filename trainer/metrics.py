@@ -95,7 +95,7 @@ class MetricsLog:
 
 def _is_before(line: str, resumed_step: int) -> bool:
     try:
-        return json.loads(line)["step"] <= resumed_step
+        return int(json.loads(line)["step"]) <= resumed_step
     except (ValueError, KeyError):
         return False  # the half line of a run that was killed while writing
 

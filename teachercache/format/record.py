@@ -81,7 +81,8 @@ def tail_from_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32A
     mass = np.exp(topk_logprobs.astype(np.float64)).sum(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         tail = np.log1p(-np.minimum(mass, 1.0))
-    return np.maximum(tail, TAIL_FLOOR).astype(np.float32)
+    floored: Float32Array = np.maximum(tail, TAIL_FLOOR).astype(np.float32)
+    return floored
 
 
 def round_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -20,7 +20,7 @@ MAX_OBJECTS = 2**19  # some 16,000 GPU-hours of unmerged shards
 
 def utc_now() -> str:
     """Return the time in ISO 8601, UTC, microseconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def seal(model: BaseModel) -> bytes:

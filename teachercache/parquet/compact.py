@@ -213,7 +213,7 @@ def _grids() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
 
 def grid(j: int) -> npt.NDArray[np.float64]:
     """Return the points of grid j, as -log p, ascending."""
-    table = _grids()[1][j].astype(np.float64)
+    table: npt.NDArray[np.float64] = _grids()[1][j].astype(np.float64)
     return table[: int(np.argmax(table)) + 1]
 
 
@@ -248,7 +248,8 @@ def _nearest(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> Int32Arra
 def _on_grid(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> npt.NDArray[np.bool_]:
     """Return [R]: rows whose every entry is a point, or a point that the open codec rounded to float16."""
     point = (-grid).astype(np.float32)[_nearest(grid, logprobs)]
-    return np.all((logprobs == point) | (logprobs == point.astype(np.float16)), axis=1)
+    on_grid: npt.NDArray[np.bool_] = np.all((logprobs == point) | (logprobs == point.astype(np.float16)), axis=1)
+    return on_grid
 
 
 def _quantise_on(grid: npt.NDArray[np.float64], logprobs: Float32Array) -> tuple[Int32Array, npt.NDArray[np.float64]]:

@@ -215,7 +215,7 @@ class DataFile:
     @property
     def num_groups(self) -> int:
         """Return the number of row groups."""
-        return self._file.num_row_groups
+        return int(self._file.num_row_groups)
 
     @property
     def footer(self) -> pq.FileMetaData:

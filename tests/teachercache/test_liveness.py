@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 from teachercache.format.objects import Commit, FileEntry
 from teachercache.store.liveness import is_void, live_commits, resolve_replacements
 from teachercache.store.store import ObjectInfo
 
-NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def commit(shard_id: str, *replaces: str) -> Commit:

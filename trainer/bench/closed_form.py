@@ -76,5 +76,7 @@ def closed_form_loss(
 
     hidden [N, d], head_weight [V, d], topk_ids and topk_logprobs [N, K]; returns a scalar float32.
     """
-    loss: Tensor = _ClosedFormKL.apply(hidden, head_weight, topk_ids.long(), topk_logprobs, chunk_size, lean)
+    loss: Tensor = _ClosedFormKL.apply(  # type: ignore[no-untyped-call]
+        hidden, head_weight, topk_ids.long(), topk_logprobs, chunk_size, lean
+    )
     return loss

@@ -118,7 +118,7 @@ def bytes_per_token(config: Any, policy: str, element_size: int = 2) -> int:
         "keep-matmuls": d + 2 * q + kv + 2 * d + mlp_products,
         "none": 5 * d + 3 * q + 2 * kv + mlp,
     }[policy]
-    return per_layer * config.num_hidden_layers * element_size
+    return int(per_layer * config.num_hidden_layers * element_size)
 
 
 def choose_policy(config: Any, tokens: int, free_bytes: int, element_size: int = 2) -> str:

@@ -220,7 +220,7 @@ def _varlen(
     """documents[first:] in one call of flash attention's variable-length kernel: no padding, any lengths."""
     offsets, longest = layout.offsets(first), max(layout.lengths[first:])
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-    out = torch.ops.aten._flash_attention_forward(
+    out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale
     )[0]
     return out.transpose(0, 1)[None]
@@ -322,7 +322,9 @@ def _flex(
         return_lse=options.sinks is not None,
     )
     if options.sinks is None:
-        return result
+        plain: torch.Tensor = result
+        return plain
     # A sink adds exp(sink) to the denominator: out · e^lse / (e^lse + e^sink) = out · sigmoid(lse - sink).
-    out, lse = result
-    return out * torch.sigmoid(lse - options.sinks.float().view(1, -1, 1))[..., None].to(out.dtype)
+    out: torch.Tensor = result[0]
+    keep = torch.sigmoid(result[1] - options.sinks.float().view(1, -1, 1))
+    return out * keep[..., None].to(out.dtype)

@@ -138,7 +138,8 @@ def hidden_states(
             f"{type(model).__name__} mixes tokens without trainer.model.attention: {calls} of its {layers} layers called it, so "
             "packed documents would see one another; choose a student with attention in every layer"
         )
-    return output.last_hidden_state[0]
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden
 
 
 @torch.no_grad()
