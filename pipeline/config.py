@@ -173,9 +173,7 @@ class WindowsConfig(_Strict):
 class ChatConfig(_Strict):
     """How messages become text."""
 
-    template: str | None = Field(
-        default=None, description="path of a Jinja file; the tokenizer's template by default"
-    )
+    template: str | None = Field(default=None, description="path of a Jinja file; the tokenizer's template by default")
     template_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the template")
     system: str | None = Field(default=None, description="system prompt put before conversations that have none")
     mask: Literal["assistant", "all"] = Field(default="assistant", description="which tokens a student learns")

@@ -67,7 +67,8 @@ def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise UsageError("optim.state=8bit needs the package torchao (pip install torchao)") from error
-        return AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
+        eight_bit: torch.optim.Optimizer = AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
+        return eight_bit
     offload = config.state == "offload"
     if offload and not all(parameter.is_cuda for parameter in parameters):
         raise UsageError("optim.state=offload moves states from a GPU to the CPU, and there is no GPU")
@@ -298,7 +299,7 @@ def accumulate_in_float32(model: Model) -> None:
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.register_post_accumulate_grad_hook(fold)
 
 
@@ -318,7 +319,8 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         raise ValueError("no parameter has a gradient: is anything trained?")
     # The same device and order every time, so the sum is reproducible.
     norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32))
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 @torch.no_grad()
