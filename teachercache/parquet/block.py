@@ -5,7 +5,7 @@ A Python object per (token, k) is what made earlier caches slow; here a record i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +17,32 @@ from teachercache.format.record import BoolArray, Float32Array, Int32Array, Reco
 Int64Array = npt.NDArray[np.int64]
 
 
+# Columns with one entry a token or a row, and how an array of them is held.
+ROW_DTYPES: Mapping[str, Any] = {
+    "row_pos": np.int32, "topk_ids": np.int32, "topk_logprobs": np.float32, "tail_logprob": np.float32,
+    "target_logprob": np.float32, "loss_mask": np.bool_,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """B records with T tokens and R rows in all. A column that was not read is None; offsets then are too."""
+    """B records with T tokens and R rows in all. A column that was not read is None, and so are its offsets."""
 
     split: str
     source: str
-    doc_id: Sequence[str] | None  # [B]
-    window: Int32Array | None  # [B]
-    start: Int32Array | None  # [B]
-    content_key: Sequence[bytes] | None  # [B]
-    token_offsets: Int64Array | None  # [B+1]
-    input_ids: Int32Array | None  # [T]
-    row_offsets: Int64Array | None  # [B+1]
-    row_pos: Int32Array | None  # [R]
-    topk_ids: Int32Array | None  # [R, K]
-    topk_logprobs: Float32Array | None  # [R, K]
-    tail_logprob: Float32Array | None  # [R]
-    target_logprob: Float32Array | None  # [R]
-    loss_mask: BoolArray | None  # [R]
+    doc_id: Sequence[str]  # [B]
+    window: Int32Array  # [B]
+    start: Int32Array  # [B]
+    content_key: Sequence[bytes]  # [B]
+    token_offsets: Int64Array  # [B+1]
+    input_ids: Int32Array  # [T]
+    row_offsets: Int64Array  # [B+1]
+    row_pos: Int32Array  # [R]
+    topk_ids: Int32Array  # [R, K]
+    topk_logprobs: Float32Array  # [R, K]
+    tail_logprob: Float32Array  # [R]
+    target_logprob: Float32Array  # [R]
+    loss_mask: BoolArray  # [R]
     meta: Mapping[str, Sequence[Any]]  # name -> [B]
     size: int  # B
 
@@ -59,46 +66,38 @@ class Block:
             token_offsets=_offsets([len(r.input_ids) for r in records]),
             input_ids=np.concatenate([r.input_ids for r in records], dtype=np.int32),
             row_offsets=_offsets([len(r.row_pos) for r in records]),
-            row_pos=np.concatenate([r.row_pos for r in records], dtype=np.int32),
-            topk_ids=np.concatenate([r.topk_ids for r in records], dtype=np.int32),
-            topk_logprobs=np.concatenate([r.topk_logprobs for r in records], dtype=np.float32),
-            tail_logprob=np.concatenate([r.tail_logprob for r in records], dtype=np.float32),
-            target_logprob=np.concatenate([r.target_logprob for r in records], dtype=np.float32),
-            loss_mask=np.concatenate([r.loss_mask for r in records], dtype=np.bool_),
             meta={name: [r.meta.get(name) for r in records] for name in names},
             size=len(records),
+            **{
+                name: np.concatenate([getattr(r, name) for r in records], dtype=kind)
+                for name, kind in ROW_DTYPES.items()
+            },
         )
 
     def record(self, i: int) -> Record:
         """Return record i as views into the block; columns that were not read are None."""
-        tokens = slice(None) if self.token_offsets is None else slice(self.token_offsets[i], self.token_offsets[i + 1])
-        rows = slice(None) if self.row_offsets is None else slice(self.row_offsets[i], self.row_offsets[i + 1])
 
-        def cut(array: Any, where: slice) -> Any:
-            return None if array is None else array[where]
+        def item(column: Any) -> Any:
+            return None if column is None else column[i]
 
-        def item(array: Any) -> Any:
-            return None if array is None else array[i]
-
-        def number(array: Int32Array | None) -> Any:
-            return None if array is None else int(array[i])
+        def cut(column: Any, offsets: Int64Array) -> Any:
+            return None if column is None else column[offsets[i] : offsets[i + 1]]
 
         return Record(
             doc_id=item(self.doc_id),
-            window=number(self.window),
-            start=number(self.start),
+            window=None if self.window is None else int(self.window[i]),
+            start=None if self.start is None else int(self.start[i]),
             split=self.split,
             source=self.source,
-            input_ids=cut(self.input_ids, tokens),
-            row_pos=cut(self.row_pos, rows),
-            topk_ids=cut(self.topk_ids, rows),
-            topk_logprobs=cut(self.topk_logprobs, rows),
-            tail_logprob=cut(self.tail_logprob, rows),
-            target_logprob=cut(self.target_logprob, rows),
-            loss_mask=cut(self.loss_mask, rows),
             content_key=item(self.content_key),
+            input_ids=cut(self.input_ids, self.token_offsets),
             meta={name: values[i] for name, values in self.meta.items() if values[i] is not None},
+            **{name: cut(getattr(self, name), self.row_offsets) for name in ROW_DTYPES},
         )
+
+    def records(self) -> Iterator[Record]:
+        """Yield every record; see `record`."""
+        return map(self.record, range(self.size))
 
 
 def _offsets(lengths: Sequence[int]) -> Int64Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from teachercache.format.record import is_unicode
-from teachercache.parquet.block import Block
+from teachercache.parquet.block import ROW_DTYPES, Block
 
 META_PREFIX = "meta_"  # a column of the corpus; keeps its name apart from columns that later versions may add
 LEAF = "list.element"  # how Parquet names the entries of a list column
@@ -60,8 +60,6 @@ def ragged(values: pa.Array, offsets: np.ndarray[Any, Any]) -> pa.ListArray:
 
 def common_columns(block: Block) -> dict[str, pa.Array]:
     """Return the columns of documents and tokens."""
-    assert block.row_offsets is not None
-    assert block.token_offsets is not None
     return {
         "doc_id": pa.array(block.doc_id, pa.string()),
         "window": pa.array(block.window),
@@ -74,8 +72,6 @@ def common_columns(block: Block) -> dict[str, pa.Array]:
 
 def row_columns(block: Block) -> dict[str, pa.Array]:
     """Return the columns with one value a row."""
-    assert block.row_offsets is not None
-    assert block.target_logprob is not None
     target = pa.array(block.target_logprob, mask=np.isnan(block.target_logprob))
     return {
         "tail_logprob": ragged(pa.array(block.tail_logprob), block.row_offsets),
@@ -127,8 +123,8 @@ def column(table: pa.Table, name: str) -> pa.Array | None:
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
-def list_parts(array: pa.ListArray | None) -> tuple[np.ndarray[Any, Any] | None, pa.Array | None]:
-    """Return offsets from zero [B+1] and flat values [R] of a list column; no copy of the values."""
+def list_parts(array: pa.ListArray | None) -> tuple[Any, Any]:
+    """Return offsets from zero [B+1] and flat values [R] of a list column; no copy of the values. None gives None."""
     if array is None:
         return None, None
     offsets = array.offsets.to_numpy().astype(np.int64)
@@ -136,7 +132,7 @@ def list_parts(array: pa.ListArray | None) -> tuple[np.ndarray[Any, Any] | None,
 
 
 def numbers(array: pa.Array | None, dtype: Any) -> Any:
-    """Return a flat numpy array; nulls of a float column become NaN."""
+    """Return a flat numpy array; nulls of a float column become NaN. None gives None."""
     if array is None:
         return None
     if array.null_count:
@@ -144,34 +140,29 @@ def numbers(array: pa.Array | None, dtype: Any) -> Any:
     return array.to_numpy(zero_copy_only=array.type != pa.bool_()).astype(dtype, copy=False)
 
 
-def decode_block(table: pa.Table, *, topk_ids: Any, topk_logprobs: Any, row_list: str) -> Block:
-    """Decode a table whose top-K columns are decoded already; `row_list` names a list column with r entries."""
+def decode_block(table: pa.Table, *, topk_ids: Any, topk_logprobs: Any, row_lists: Sequence[str]) -> Block:
+    """Decode a table whose top-K columns are decoded already; `row_lists` are their list columns, with r entries."""
     token_offsets, input_ids = list_parts(column(table, "input_ids"))
-    row_offsets = None
-    for name in ("row_pos", "tail_logprob", "target_logprob", "loss_mask", row_list):
-        if row_offsets is None:
-            row_offsets, _ = list_parts(column(table, name))
-    flat = {
-        name: list_parts(column(table, name))[1] for name in ("row_pos", "tail_logprob", "target_logprob", "loss_mask")
-    }
+    flat_names = ("row_pos", "tail_logprob", "target_logprob", "loss_mask")
+    parts = {name: list_parts(column(table, name)) for name in (*flat_names, *row_lists)}
     doc_id, key = column(table, "doc_id"), column(table, "content_key")
+    decoded: dict[str, Any] = {
+        "doc_id": None if doc_id is None else doc_id.to_pylist(),
+        "content_key": None if key is None else key.to_pylist(),
+        "window": numbers(column(table, "window"), np.int32),
+        "start": numbers(column(table, "start"), np.int32),
+        "token_offsets": token_offsets,
+        "input_ids": numbers(input_ids, np.int32),
+        "row_offsets": next((offsets for offsets, _ in parts.values() if offsets is not None), None),
+        **{name: numbers(parts[name][1], ROW_DTYPES[name]) for name in flat_names},
+    }
     metas = [name for name in table.column_names if name.startswith(META_PREFIX)]
     return Block(
         split="",
         source="",
-        doc_id=None if doc_id is None else doc_id.to_pylist(),
-        window=numbers(column(table, "window"), np.int32),
-        start=numbers(column(table, "start"), np.int32),
-        content_key=None if key is None else key.to_pylist(),
-        token_offsets=token_offsets,
-        input_ids=numbers(input_ids, np.int32),
-        row_offsets=row_offsets,
-        row_pos=numbers(flat["row_pos"], np.int32),
         topk_ids=topk_ids,
         topk_logprobs=topk_logprobs,
-        tail_logprob=numbers(flat["tail_logprob"], np.float32),
-        target_logprob=numbers(flat["target_logprob"], np.float32),
-        loss_mask=numbers(flat["loss_mask"], np.bool_),
         meta={name[len(META_PREFIX) :]: table.column(name).to_pylist() for name in metas},
         size=table.num_rows,
+        **decoded,
     )

@@ -73,9 +73,6 @@ class CompactCodec:
 
     def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
         """Make a table of one row a record; InvalidRecord where a row cannot be kept within MAX_L1."""
-        assert block.topk_ids is not None
-        assert block.topk_logprobs is not None
-        assert block.row_offsets is not None
         if self._number is None:
             self._frequent = frequent_ids(block.topk_ids, self.vocab_size)
             self._number = np.argsort(numbering(self._frequent, self.vocab_size)).astype(np.int32)
@@ -107,7 +104,7 @@ class CompactCodec:
         if delta is not None and level is not None:
             scale = numbers(list_parts(table_column(table, "topk_scale"))[1], np.uint8)
             topk_ids, topk_logprobs = self._restore(delta, level, scale, self._order_of(table))
-        return decode_block(table, topk_ids=topk_ids, topk_logprobs=topk_logprobs, row_list="topk_level")
+        return decode_block(table, topk_ids=topk_ids, topk_logprobs=topk_logprobs, row_lists=("topk_level",))
 
     def physical_columns(self, names: set[str]) -> list[str]:
         """Return the stored columns that the given Record fields need."""

@@ -146,8 +146,6 @@ class FileBuilder:
         with pq.ParquetFile(self.local) as file:
             for i in range(file.num_row_groups):
                 block = self._codec.decode(file.read_row_group(i))
-                assert block.input_ids is not None
-                assert block.row_pos is not None
                 records, rows, tokens = records + len(block), rows + len(block.row_pos), tokens + len(block.input_ids)
         if (records, rows, tokens) != (self._records, self._rows, self._tokens):
             raise CorruptFile(
@@ -242,6 +240,11 @@ class DataFile:
         """Yield every row group; see `read_group`."""
         for i in range(self.num_groups):
             yield self.read_group(i, columns)
+
+    def records(self) -> Iterator[Record]:
+        """Yield every record with all its columns, one row group in memory."""
+        for block in self.blocks():
+            yield from block.records()
 
     def close(self) -> None:
         """Close the file; blocks that were read stay valid."""

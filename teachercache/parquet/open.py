@@ -46,9 +46,6 @@ class OpenCodec:
 
     def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
         """Make a table of one row a record; log-probabilities are rounded to float16 values."""
-        assert block.topk_ids is not None
-        assert block.topk_logprobs is not None
-        assert block.row_offsets is not None
         logprobs = round_logprobs(block.topk_logprobs)
         columns: dict[str, pa.Array] = {
             **common_columns(block),
@@ -65,7 +62,7 @@ class OpenCodec:
             table,
             topk_ids=_flat_topk(table, "topk_ids", self.top_k),
             topk_logprobs=_flat_topk(table, "topk_logprobs", self.top_k),
-            row_list="topk_ids",
+            row_lists=("topk_ids", "topk_logprobs"),
         )
 
     def physical_columns(self, names: set[str]) -> list[str]:

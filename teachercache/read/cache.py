@@ -125,11 +125,11 @@ class Cache:
                 for i in range(file.num_groups):
                     block = file.read_group(i, wanted) if waiting is None else waiting.result()
                     waiting = ahead.submit(file.read_group, i + 1, wanted) if i + 1 < file.num_groups else None
-                    for j in range(len(block)):
+                    for record in block.records():
                         if left <= 0:
                             return
                         left -= 1
-                        yield block.record(j)
+                        yield record
 
     def stream(
         self,

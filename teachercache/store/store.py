@@ -2,7 +2,7 @@
 
 Everything that the protocol needs from a store is here: a conditional create that tells a lost acknowledgement from
 another writer's object, listings that are never cached, bounded retries, and errors without credentials. Works on
-`s3://`, `file://` or a plain path, and `memory://` (tests). Endpoint and keys come from the usual chain:
+`s3://`, `file://` or a plain path. Endpoint and keys come from the usual chain:
 AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, profiles, instance roles.
 """
 
@@ -14,7 +14,6 @@ import io
 import os
 import pickle
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,13 +38,16 @@ T = TypeVar("T")
 TRIES = 5
 BLOCK = 2**22
 DOWNLOAD_BYTES = 2**23
+S3_CONFIG = {
+    "connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 4, "mode": "standard"},
+    "max_pool_connections": 32,
+}  # fmt: skip
 _LOCAL_TEMP = ".tmp-"
 _SECRET_IN_QUERY = re.compile(r"[?&][^=&]*(key|secret|token|signature|credential|password|sig)[^=&]*=", re.IGNORECASE)
 _NO_CREDENTIALS = (
     "a URL names a place and holds no credentials; expected for example s3://bucket/prefix without '?', '@' or ':', and "
     "credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile."
 )
-_MEMORY_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +88,11 @@ class Store:
         self.url = url.rstrip("/")
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
         self.is_local = "file" in protocols or "local" in protocols
-        self._is_memory = "memory" in protocols
         self._sleep = sleep
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
-        """Return a store rooted at `url`: s3://, file://, memory:// or a plain path. Touches nothing yet.
+        """Return a store rooted at `url`: s3://, file:// or a plain path. Touches nothing yet.
 
         Raises UsageError for any other URL, and for one that holds credentials.
         """
@@ -107,14 +108,8 @@ class Store:
                 raise UsageError(f"{url!r} names no bucket; expected s3://bucket/prefix.")
             options["use_listings_cache"] = False  # whatever was asked for: another process's commits would stay hidden
             options.setdefault("skip_instance_cache", True)
-            config = {
-                "connect_timeout": 5,
-                "read_timeout": 60,
-                "retries": {"max_attempts": 4, "mode": "standard"},
-                "max_pool_connections": 32,
-            }
-            options["config_kwargs"] = config | dict(options.get("config_kwargs", {}))
-        elif scheme not in ("file", "local", "memory"):
+            options["config_kwargs"] = S3_CONFIG | dict(options.get("config_kwargs", {}))
+        elif scheme not in ("file", "local"):
             raise UsageError(f"{scheme}:// is not supported; expected s3://, file:// or a plain path, found {url!r}.")
         if "://" not in url:  # the path as it is: no reader of these URLs takes %20 for a blank
             url = f"file://{Path(url).expanduser().absolute()}"
@@ -182,9 +177,8 @@ class Store:
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of an object that is at least that long; a short answer is asked for again."""
-        return self._retry(
-            path, lambda: _whole(self.fs.cat_file(self._full(path), start=start, end=stop), stop - start)
-        )
+        full = self._full(path)
+        return self._retry(path, lambda: _whole(self.fs.cat_file(full, start=start, end=stop), stop - start))
 
     def download(self, path: str, size: int, out: BinaryIO | None = None) -> str:
         """Copy the first `size` bytes of an object into `out` by range requests of 8 MiB; returns their sha256 hex."""
@@ -219,10 +213,8 @@ class Store:
             return []
         cut = len(self.root) + 1
         objects = [ObjectInfo(name[cut:], int(info["size"]), _modified(info)) for name, info in found.items()]
-        return sorted(
-            (o for o in objects if o.path.startswith(prefix) and _is_object(o.path.rsplit("/", 1)[-1])),
-            key=lambda o: o.path,
-        )
+        wanted = (o for o in objects if o.path.startswith(prefix) and _is_object(o.path.rsplit("/", 1)[-1]))
+        return sorted(wanted, key=lambda o: o.path)
 
     def folders(self, prefix: str) -> Sequence[str]:
         """Return the folders one level below a prefix ('' or ending in '/'), each ending in '/'."""
@@ -243,7 +235,7 @@ class Store:
         return pa.PythonFile(_RangeFile(self, path, self.head(path).size if size is None else size), mode="r")
 
     def delete(self, path: str) -> None:
-        """Remove an object; a missing one is fine. Only the collector and the probe call this."""
+        """Remove an object; a missing one is fine. Nothing that a manifest names is ever deleted, except by `gc`."""
         with suppress(MissingObject):
             self._retry(path, lambda: self.fs.rm_file(self._full(path)))
 
@@ -274,7 +266,7 @@ class Store:
                     break
 
     def _bucket_must_exist(self) -> None:
-        if self.is_local or self._is_memory:
+        if self.is_local:
             return
         bucket = self.root.split("/", 1)[0]
         try:
@@ -284,18 +276,11 @@ class Store:
 
     def _probe_create(self, path: str, racers: Sequence[bytes], late: Sequence[bytes]) -> None:
         def won(data: bytes) -> bool:
-            for attempt in range(TRIES):
-                try:
-                    self._put_new(path, data)
-                    return True
-                except Exception as error:
-                    kind = classify(error)
-                    if kind == "exists":
-                        return self._compare(path, data) == "ours"
-                    if kind != "transient":
-                        raise self._explained(error, path) from error
-                    self._sleep(0.1 * 2**attempt)
-            raise StoreUnavailable(f"{self.url} does not answer a conditional create; try again later.")
+            try:
+                self.create(path, data)
+            except Exists:
+                return False
+            return True
 
         with ThreadPoolExecutor(len(racers)) as pool:
             winners = [data for data, ok in zip(racers, pool.map(won, racers), strict=True) if ok]
@@ -316,11 +301,6 @@ class Store:
         full = self._full(path)
         if self.is_local:
             self._link_new(full, data)
-        elif self._is_memory:
-            with _MEMORY_LOCK:
-                if self.fs.exists(full):
-                    raise FileExistsError(full)
-                self.fs.pipe_file(full, data if isinstance(data, bytes) else data.read_bytes())
         elif isinstance(data, bytes):
             self.fs.pipe_file(full, data, mode="create")
         else:
@@ -374,7 +354,7 @@ class Store:
         raise AssertionError("unreachable")
 
     def _explained(self, error: Exception, path: str) -> Exception:
-        return explain(error, self.url, path, local=self.is_local or self._is_memory)
+        return explain(error, self.url, path, local=self.is_local)
 
 
 class _RangeFile(io.RawIOBase):

@@ -115,7 +115,7 @@ def _holders(cache: Cache, without: set[str]) -> dict[str, set[str]]:
 
     def look(entry: ManifestFile) -> set[str]:
         with cache.open_file(entry) as file:
-            return {name for block in file.blocks({"doc_id"}) for name in without.intersection(block.doc_id or ())}
+            return {name for block in file.blocks({"doc_id"}) for name in without.intersection(block.doc_id)}
 
     with ThreadPoolExecutor(THREADS) as pool:
         for entry, names in zip(cache.manifest.files, pool.map(look, cache.manifest.files), strict=True):
@@ -187,13 +187,11 @@ def _rewrite(writer: CacheWriter, cache: Cache, bin_: Bin, codec: str | None, wi
     def records() -> Iterator[Record]:
         for entry in bin_.files:
             with cache.open_file(entry) as file:
-                for block in file.blocks():
-                    for i in range(len(block)):
-                        record = block.record(i)
-                        if record.doc_id in without:
-                            removed.append(record.doc_id)
-                        else:
-                            yield record
+                for record in file.records():
+                    if record.doc_id in without:
+                        removed.append(record.doc_id)
+                    else:
+                        yield record
 
     if writer.store.exists(layout.commit_path(shard_id)):
         return shard_id

@@ -22,6 +22,7 @@ from teachercache.read.tokenizer import check_tokenizer
 from teachercache.store.ledger import Ledger, read_sealed
 from teachercache.store.liveness import live_commits, resolve_replacements
 from teachercache.store.store import Store
+from teachercache.write.attempt import COUNTS
 from teachercache.write.uniqueness import check_unique
 
 PROBLEMS_PER_FILE = 20
@@ -133,7 +134,7 @@ def _checked_commit(store: Store, spec: CacheSpec, path: str) -> Commit:
     if layout.commit_path(commit.shard_id) != path:
         raise MissingObject(f"{path} is the commit of shard {commit.shard_id}: objects were moved.")
     commit.check(spec.digest)
-    for name in ("records", "documents", "tokens", "rows"):
+    for name in COUNTS:
         total = sum(getattr(entry, name) for entry in commit.files)
         if getattr(commit, name) != total:
             raise InvalidRecord("count", f"{path} counts {getattr(commit, name):,} {name}, its files {total:,}.")
@@ -183,16 +184,14 @@ def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Pa
         found.problems.append(Problem(entry.path, CorruptFile.code, message))
     tokens, documents = 0, set()
     with DataFile(store, entry, spec, local=pa.memory_map(str(copy))) as file:
-        for block in file.blocks():
-            for i in range(len(block)):
-                record = block.record(i)
-                found.records += 1
-                found.rows += len(record.row_pos)
-                tokens += len(record.input_ids)
-                documents.add(record.doc_id)
-                if len(found.problems) < PROBLEMS_PER_FILE:
-                    with found.collecting(entry.path):
-                        _check_row_invariants(record, spec)
+        for record in file.records():
+            found.records += 1
+            found.rows += len(record.row_pos)
+            tokens += len(record.input_ids)
+            documents.add(record.doc_id)
+            if len(found.problems) < PROBLEMS_PER_FILE:
+                with found.collecting(entry.path):
+                    _check_row_invariants(record, spec)
     counted = {"records": found.records, "rows": found.rows, "tokens": tokens, "documents": len(documents)}
     for name, value in counted.items():
         if getattr(entry, name) != value:

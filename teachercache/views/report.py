@@ -82,8 +82,6 @@ def _sample(cache: Cache, entry: ManifestFile, into: Sampled) -> None:
         if not file.num_groups:
             return
         block = file.read_group(0, {"input_ids", "topk_ids", "topk_logprobs", "tail_logprob", "target_logprob"})
-    assert block.topk_logprobs is not None and block.tail_logprob is not None  # noqa: PT018
-    assert block.target_logprob is not None and block.token_offsets is not None  # noqa: PT018
     logprobs, tail = block.topk_logprobs.astype(np.float64), block.tail_logprob.astype(np.float64)
     p = np.exp(logprobs)
     into.files += 1

@@ -28,6 +28,7 @@ from teachercache.parquet.datafile import ROWS_PER_GROUP, FileBuilder
 from teachercache.store.ledger import read_sealed
 from teachercache.store.store import Store
 
+COUNTS = ("records", "documents", "tokens", "rows")
 GRACE_SECONDS = 7 * 24 * 3600.0  # the collector's default; an attempt gives up after half of it
 
 
@@ -147,19 +148,17 @@ class ShardAttempt:
         Raises StaleAttempt when the upload began more than half of the collector's grace period ago.
         """
         self._expect(State.UPLOADED)
+        counts = {name: sum(getattr(entry, name) for entry in self.entries) for name in COUNTS}
         commit = Commit(
             shard_id=self.shard_id,
             attempt=self.attempt,
             spec_digest=self._digest,
             files=self.entries,
-            records=sum(e.records for e in self.entries),
-            documents=sum(e.documents for e in self.entries),
-            tokens=sum(e.tokens for e in self.entries),
-            rows=sum(e.rows for e in self.entries),
             drops=dict(drops or {}),
             replaces=sorted(replaces),
             provenance=dict(provenance or {}),
             created=utc_now(),
+            **counts,
         )
         for entry in self.entries:
             found = self._store.head(entry.path).size
@@ -184,10 +183,7 @@ class ShardAttempt:
         self.state = State.COMMITTED if won else State.LOST
         if won:
             self._refuse_if_stale()  # suspended between the check and the request: publishers judge this commit void too
-        return CommitResult(
-            won=won, records=commit.records, documents=commit.documents, tokens=commit.tokens,
-            rows=commit.rows, bytes=sum(e.size for e in self.entries), files=self.entries,
-        )  # fmt: skip
+        return CommitResult(won=won, bytes=sum(e.size for e in self.entries), files=self.entries, **counts)
 
     def _refuse_if_stale(self) -> None:
         age = self._clock() - self._upload_began

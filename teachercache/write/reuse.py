@@ -84,7 +84,6 @@ class ReuseIndex:
         try:
             with DataFile(self._store, self._files[file], self._spec) as data:
                 for group, block in enumerate(data.blocks({"content_key"})):
-                    assert block.content_key is not None
                     keys += block.content_key
                     places += [(file, group, row) for row in range(len(block))]
         except MissingObject:  # a void commit, or one that was merged away meanwhile: it offers nothing

@@ -59,9 +59,6 @@ def _keys_of(store: Store, entry: FileEntry, spec: CacheSpec) -> _FileKeys:
     prefix = f"{entry.split}\0{entry.source}\0"
     with DataFile(store, entry, spec) as file:
         for block in file.blocks({"doc_id", "window", "content_key"}):
-            assert block.doc_id is not None
-            assert block.window is not None
-            assert block.content_key is not None
             for doc_id, window in zip(block.doc_id, block.window.tolist(), strict=True):
                 windows.append(_hash(f"{prefix}{doc_id}\0{window}"))
                 documents.add(_hash(prefix + doc_id))
@@ -102,8 +99,6 @@ def _read_names(store: Store, entry: FileEntry, spec: CacheSpec) -> list[tuple[s
     with DataFile(store, entry, spec) as file:
         names: list[tuple[str, int]] = []
         for block in file.blocks({"doc_id", "window"}):
-            assert block.doc_id is not None
-            assert block.window is not None
             names += zip(block.doc_id, block.window.tolist(), strict=True)
         return names
 

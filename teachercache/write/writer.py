@@ -65,7 +65,7 @@ def _read_spec(store: Store) -> CacheSpec | None:
 
 
 class CacheWriter:
-    """Commits shards of one cache. Any number of writers, in any number of processes, may work on one cache."""
+    """Commit shards of one cache. Any number of writers, in any number of processes, may work on one cache."""
 
     def __init__(
         self,

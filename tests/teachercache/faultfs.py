@@ -1,7 +1,7 @@
 """An object store in memory that does on purpose what real ones do by accident, and a scheduler of its clients.
 
 `FaultFS` is an fsspec file system with S3's semantics: whole-object puts, conditional create, strong consistency, a clock
-of its own. Every I/O of every actor passes one gate, where a schedule decides: who goes next, who crashes before or
+for itself. Every I/O of every actor passes one gate, where a schedule decides: who goes next, who crashes before or
 after it, which answer is lost, refused or damaged, and when time leaps. Nothing is random: a schedule is a list of
 choices, and the explorer enumerates the lists.
 """
@@ -150,7 +150,7 @@ class Actor:
     work: Callable[[], object]
     thread: threading.Thread | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    waiting_for: tuple[str, str] | None = None  # the I/O before which it stands
+    waiting_for: tuple[str, str] | None = None  # the I/O before which it waits
     fault: str | None = None
     finished: bool = False
     outcome: object = None  # a result, or the exception
@@ -169,10 +169,10 @@ class Scheduler:
         for actor in actors:
             actor.thread = threading.Thread(target=self._run, args=(actor,), daemon=True)
             actor.thread.start()
-            self._idle.acquire()  # it stands before its first I/O, or is done
+            self._idle.acquire()  # it waits before its first I/O, or is done
 
     def step(self, actor: Actor, fault: str | None = None) -> None:
-        """Let an actor do the I/O that it stands before, with a fault or without, up to its next one."""
+        """Let an actor do the I/O that it waits before, with a fault or without, up to its next one."""
         actor.fault, actor.waiting_for = fault, None
         actor.go.release()
         self._idle.acquire()

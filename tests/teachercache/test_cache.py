@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import threading
 
+import numpy as np
 import pytest
 
 import teachercache
@@ -55,8 +56,8 @@ def test_a_projection_reads_only_its_columns(tmp_path):
     writer.commit("s", synthetic_records(SPEC, 3))
     writer.publish()
     cache = teachercache.open(tmp_path)
-    for record in cache.records(columns={"doc_id", "topk_logprobs"}):
-        assert record.topk_logprobs.shape[1] == SPEC.top_k
+    for record, whole in zip(cache.records(columns={"doc_id", "topk_logprobs"}), cache.records(), strict=True):
+        assert np.array_equal(record.topk_logprobs, whole.topk_logprobs), "the rows of this record and no others"
         assert record.input_ids is None
         assert record.topk_ids is None
     assert [r.doc_id for r in cache.records(columns={"doc_id"}, limit=2)] == ["doc-00000", "doc-00001"]

@@ -53,7 +53,7 @@ def test_ls_finds_caches_below_a_prefix(cache, run, tmp_path):
     assert "synthetic" in run("ls", cache)[1]
 
 
-def test_ls_lists_the_others_beside_a_cache_of_a_newer_format(cache, run, tmp_path):
+def test_ls_lists_the_others_next_to_a_cache_of_a_newer_format(cache, run, tmp_path):
     theirs = seal(SPEC)[:-1].split(b',"seal"')[0].replace(b'"format_version":1', b'"format_version":2') + b"}"
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "spec.json").write_bytes(

@@ -250,7 +250,7 @@ def interleave(
     check: Callable[[World], None] = lambda world: world.check(),
     limit: int = 100_000,
 ) -> int:
-    """Every interleaving with at most so many switches away from an actor that could go on, and so many crashes before
+    """Every interleaving with at most `preemptions` switches away from an actor that could go on, and `crashes` crashes before
     or after an I/O. Returns how many schedules there were."""
 
     def run(choices: list[int]) -> list[int]:
@@ -336,9 +336,9 @@ def test_two_publishers_race_and_never_shrink_the_cache():
 
 
 @pytest.mark.slow
-def test_a_zombie_that_sleeps_past_the_collector_harms_nobody():
+def test_a_zombie_that_sleeps_past_the_collector_harms_no_one():
     """At every I/O of an attempt the world moves on by twice the grace period, and a collector and a publisher run, in
-    every order with the zombie's own awakening. Its clock stands still: the machine was suspended."""
+    every order with the zombie's own awakening. Its clock does not move: the machine was suspended."""
 
     def make() -> tuple[World, list[Actor]]:
         world = World()

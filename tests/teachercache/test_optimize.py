@@ -58,7 +58,7 @@ def test_optimize_publishes_nothing_that_publish_would_refuse(tmp_path):
         optimize(writer)
     assert writer.ledger.manifest_numbers() == [1]
     writer.publish(allow_repeated_content=True)
-    assert optimize(writer, target_bytes=10**9).manifest.repeated_content == 2, "it was told before"
+    assert optimize(writer, target_bytes=10**9).manifest.repeated_content == 2, "it was allowed before"
 
 
 def test_optimize_of_a_complete_cache_does_not_publish_half_a_job(tmp_path):
@@ -70,7 +70,7 @@ def test_optimize_of_a_complete_cache_does_not_publish_half_a_job(tmp_path):
         optimize(writer)
     assert writer.ledger.manifest_numbers() == [1]
     assert not optimize(writer, allow_partial=True).manifest.complete
-    assert not optimize(writer, target_bytes=1).manifest.complete, "it was told before"
+    assert not optimize(writer, target_bytes=1).manifest.complete, "it was allowed before"
 
 
 def test_a_document_taken_down_is_gone_after_older_manifests_expire(tmp_path):
@@ -87,8 +87,8 @@ def test_a_document_taken_down_is_gone_after_older_manifests_expire(tmp_path):
     assert len(documents(tmp_path)) == 11
     assert writer.committed() >= {"s0", "s1", "s2"}, "the shard is not computed again"
     assert verify(writer.store, SPEC).ok
-    with pytest.raises(UsageError, match="holds no document 'nobody'"):
-        optimize(writer, without={"nobody"})
+    with pytest.raises(UsageError, match="holds no document 'unknown'"):
+        optimize(writer, without={"unknown"})
 
 
 def test_a_takedown_that_loses_its_shard_to_a_merge_is_done_again(tmp_path):
@@ -121,7 +121,7 @@ def test_a_takedown_that_was_killed_half_way_is_resumed_by_the_same_command(tmp_
 
 
 def dense(record):
-    """[r, V] log-probabilities: ids of one level have no order of their own."""
+    """[r, V] log-probabilities: ids of one level have no order."""
     table = np.full((len(record.row_pos), SPEC.tokenizer.vocab_size), -np.inf, np.float32)
     np.put_along_axis(table, record.topk_ids, record.topk_logprobs, axis=1)
     return table

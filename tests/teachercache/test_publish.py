@@ -49,7 +49,7 @@ def make(url, count: int = 5, **options) -> teachercache.Cache:
     return teachercache.open(url)
 
 
-def test_a_manifest_that_nobody_could_read_is_not_published(tmp_path, monkeypatch):
+def test_a_manifest_that_no_one_could_read_is_not_published(tmp_path, monkeypatch):
     """It would be the newest for ever: no reader, publisher or collector gets past it."""
     cache = make(tmp_path / "cache")
     writer = teachercache.create(tmp_path / "cache", SPEC)

@@ -125,7 +125,7 @@ def test_a_local_folder_without_rights_is_not_blamed_on_aws(tmp_path, monkeypatc
     assert "AWS" not in str(caught.value)
 
 
-def test_folder_markers_and_foreign_files_disturb_nobody(s3_url, monkeypatch):
+def test_folder_markers_and_foreign_files_disturb_no_one(s3_url, monkeypatch):
     """The console's `Create folder` leaves empty objects called `data/`; Spark leaves _SUCCESS."""
     cache = make(f"{s3_url}/cache")
     store = cache.store

@@ -24,7 +24,7 @@ def writer_with(url, shards, per_shard=4):
     return writer
 
 
-def test_content_in_two_splits_is_counted_and_refused_unless_told(tmp_path):
+def test_content_in_two_splits_is_counted_and_refused_unless_allowed(tmp_path):
     writer = writer_with(tmp_path, range(2))
     leak = dataclasses.replace(synthetic_records(SPEC, 4, seed=1, prefix="s1")[0], doc_id="leaked", split="heldout")
     writer.commit("h", [leak])

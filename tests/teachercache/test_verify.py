@@ -85,7 +85,7 @@ def rewrite(path: Path, model: type, **changes) -> None:
 
 
 def test_a_file_swapped_and_described_as_such_is_found_too(cache):
-    """Even where a commit's size and digest are those of the file that stands there now."""
+    """Even where a commit's size and digest are those of the file that is there now."""
     first, second = data_files(cache)[:2]
     commits = [unseal(Commit, (cache / layout.commit_path(f"s{i}")).read_bytes(), "") for i in range(2)]
     shutil.copy(second, first)
