@@ -2,14 +2,14 @@
 
 The order is a pure function of (manifest, split, seed, epoch), so the state is a handful of integers:
 
-    unit      one row group of one file; the manifest alone says how many there are
-    epoch     all units in an order permuted by seed and epoch; rank r of W takes every W-th unit. The count carries over
-              between epochs, so that ranks stay balanced when W does not divide the number of units
-    window    `shuffle_groups` consecutive units of one rank, whose records are permuted together
-    state     (epoch, window, offset within the window)
+    row group   one of one file; the manifest alone says how many there are
+    epoch       all row groups in an order permuted by seed and epoch; rank r of W takes every W-th. The count carries over
+                between epochs, so that ranks stay balanced when W does not divide the number of row groups
+    span        `shuffle_groups` consecutive row groups of one rank, whose records are permuted together
+    state       (epoch, span, offset within the span)
 
-Cost: the row groups of two windows in memory (about 15 MB each at K = 100; 2 x 8 of them by default), read by a few
-threads with one range request each. Resuming reads one window again. Records mix across a window, not across the
+Cost: the row groups of two spans in memory (about 15 MB each at K = 100; 2 x 8 of them by default), read by a few
+threads with one range request each. Resuming reads one span again. Records mix across a span, not across the
 whole epoch: neighbours in a file still meet more often than chance.
 """
 
@@ -39,8 +39,8 @@ from teachercache.store.store import Store
 
 STATE_VERSION = 1
 FOOTERS = 256  # kept in memory; a footer is some tens of KB
-Unit = tuple[int, int]  # index into files, row group
-Window = tuple[int, int, list[Unit]]  # epoch, window, its units
+RowGroup = tuple[int, int]  # index into files, number within the file
+Span = tuple[int, int, list[RowGroup]]  # epoch, number within it, its row groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class StreamOptions:
     rank: int = 0  # this process's share of world_size; fixed for the life of a run
     world_size: int = 1
     shuffle: bool = True  # False = the manifest's order
-    repeat: bool = True  # False = stop after one epoch (a rank may then get one unit fewer than another)
+    repeat: bool = True  # False = stop after one epoch (a rank may then get one row group fewer than another)
     columns: Collection[str] | None = None  # Record fields to read; None = all
     prefetch: int = 4  # threads that read ahead, each one row group at a time
     shuffle_groups: int = 8  # row groups whose records are mixed; memory grows with it
@@ -87,8 +87,8 @@ class RecordStream(Iterator[Record]):
         self._store, self._spec, self._options = store, spec, options
         self._columns = check_columns(options.columns)
         self._files = [f for f in files if f.records]
-        self._units: list[Unit] = [(i, g) for i, file in enumerate(self._files) for g in range(file.row_groups)]
-        if not self._units:
+        self._groups: list[RowGroup] = [(i, g) for i, file in enumerate(self._files) for g in range(file.row_groups)]
+        if not self._groups:
             raise UsageError(f"{store.url} has no records of split {options.split!r}; expected at least one.")
         same = ("split", "source", "seed", "rank", "world_size", "shuffle", "shuffle_groups")
         self._identity: dict[str, Any] = {
@@ -120,8 +120,8 @@ class RecordStream(Iterator[Record]):
 
     def state(self) -> dict[str, Any]:
         """Return the position after the record that came last, as JSON-able values; a stream opened with it continues there."""
-        epoch, window, offset = self._at
-        position = {"epoch": epoch, "window": window, "offset": offset}
+        epoch, span, offset = self._at
+        position = {"epoch": epoch, "window": span, "offset": offset}  # "window": the name in states that exist
         return {**self._identity, **position, "manifest_number": self._number}  # the number only to say what to open
 
     @property
@@ -154,43 +154,43 @@ class RecordStream(Iterator[Record]):
             )
         return int(state["epoch"]), int(state["window"]), int(state["offset"])
 
-    def _epoch_units(self, epoch: int) -> list[Unit]:
-        """Return this rank's units of an epoch, in order."""
-        count, options = len(self._units), self._options
+    def _epoch_groups(self, epoch: int) -> list[RowGroup]:
+        """Return this rank's groups of an epoch, in order."""
+        count, options = len(self._groups), self._options
         if options.shuffle:
             order = np.random.default_rng([options.seed, epoch]).permutation(count)
         else:
             order = np.arange(count)
         first = (options.rank - epoch * count) % options.world_size
-        return [self._units[i] for i in order[first :: options.world_size]]
+        return [self._groups[i] for i in order[first :: options.world_size]]
 
-    def _windows(self, epoch: int, window: int) -> Iterator[Window]:
-        """Yield windows from (epoch, window) on, without end unless repeat is off."""
+    def _spans(self, epoch: int, span: int) -> Iterator[Span]:
+        """Yield spans from (epoch, span) on, without end unless repeat is off."""
         size = self._options.shuffle_groups
         while True:
-            units = self._epoch_units(epoch)
-            for w in range(window, -(-len(units) // size)):
-                yield epoch, w, units[w * size : (w + 1) * size]
+            groups = self._epoch_groups(epoch)
+            for w in range(span, -(-len(groups) // size)):
+                yield epoch, w, groups[w * size : (w + 1) * size]
             if not self._options.repeat:
                 return
-            epoch, window = epoch + 1, 0
+            epoch, span = epoch + 1, 0
 
-    def _run(self, epoch: int, window: int, offset: int) -> Generator[Record, None, None]:
-        ahead: deque[tuple[Window, list[Future[Block]]]] = deque()
-        windows = self._windows(epoch, window)
+    def _run(self, epoch: int, span: int, offset: int) -> Generator[Record, None, None]:
+        ahead: deque[tuple[Span, list[Future[Block]]]] = deque()
+        spans = self._spans(epoch, span)
         while True:
-            while len(ahead) < 2 and (coming := next(windows, None)) is not None:
-                ahead.append((coming, [self._pool.submit(self._read, unit) for unit in coming[2]]))
+            while len(ahead) < 2 and (coming := next(spans, None)) is not None:
+                ahead.append((coming, [self._pool.submit(self._read, group) for group in coming[2]]))
             if not ahead:
                 return
-            (epoch, window, _), futures = ahead.popleft()
-            for i, record in enumerate(self._emit(epoch, window, futures, offset), start=offset + 1):
-                self._at = (epoch, window, i)
+            (epoch, span, _), futures = ahead.popleft()
+            for i, record in enumerate(self._emit(epoch, span, futures, offset), start=offset + 1):
+                self._at = (epoch, span, i)
                 yield record
             offset = 0
 
-    def _emit(self, epoch: int, window: int, futures: list[Future[Block]], offset: int) -> Iterator[Record]:
-        """Yield the records of one window from `offset` on."""
+    def _emit(self, epoch: int, span: int, futures: list[Future[Block]], offset: int) -> Iterator[Record]:
+        """Yield the records of one span from `offset` on."""
         if not self._options.shuffle:
             for future in futures:
                 block = future.result()
@@ -201,7 +201,7 @@ class RecordStream(Iterator[Record]):
         blocks = [future.result() for future in futures]
         futures.clear()  # a future keeps its block alive
         where = [(b, i) for b, block in enumerate(blocks) for i in range(len(block))]
-        seed = [self._options.seed, epoch, window, self._options.rank]
+        seed = [self._options.seed, epoch, span, self._options.rank]
         order = np.random.default_rng(seed).permutation(len(where))
         for k in order[offset:]:
             b, i = where[k]
@@ -209,14 +209,14 @@ class RecordStream(Iterator[Record]):
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
-    def _read(self, unit: Unit) -> Block:
-        entry = self._files[unit[0]]
+    def _read(self, group: RowGroup) -> Block:
+        entry = self._files[group[0]]
         if self._disk is not None and (local := self._disk.fetch(self._store, entry)) is not None:
             try:
-                return self._read_from(entry, unit[1], local)
+                return self._read_from(entry, group[1], local)
             except CorruptFile:
                 self._disk.forget(entry)  # it was verified when it came: the disk lost it, and the object decides
-        return self._read_from(entry, unit[1], None)
+        return self._read_from(entry, group[1], None)
 
     def _read_from(self, entry: ManifestFile, group: int, local: pa.NativeFile | None) -> Block:
         with self._lock:
