@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from teachercache import configfile
 from teachercache.format.layout import NAME
+from teachercache.store.store import refuse_credentials
 
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
 
@@ -279,6 +280,13 @@ class JobConfig(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> JobConfig:
+        for url in (
+            self.cache,
+            self.corpus_root or "",
+            self.teacher.model,
+            *(f for c in self.corpora for f in c.files),
+        ):
+            refuse_credentials(url)
         size = self.recipe.windows.size
         if size is not None and size + 1 > self.teacher.max_model_len:
             raise ValueError(

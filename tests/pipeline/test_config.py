@@ -67,3 +67,16 @@ def test_help_needs_no_heavy_package():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment(), check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("place", ["cache", "corpus_root", "model", "files"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(place):
+    secret = "s3://key:hidden@bucket/x"
+    corpus = {"source": "s", "files": [secret if place == "files" else "s3://corpus/part-?.jsonl"]}
+    tree: dict = {"cache": "c", "teacher": {"model": "m"}, "corpora": [corpus]}
+    if place != "files":
+        (tree["teacher"] if place == "model" else tree)[place] = secret
+    with pytest.raises(UsageError) as caught:
+        parse_job(tree)
+    assert "hidden" not in str(caught.value)
+    assert "credentials" in str(caught.value)
