@@ -8,7 +8,6 @@ A figure of a whole loss is [milliseconds, extra GiB, note].
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.bench.loss import Method, fused, make_inputs, measure, methods, run_benchmark
-from trainer.bench.measure import machine, release_memory, save, seconds, time_ms
+from trainer.bench.measure import kernels, machine, release_memory, save, seconds, time_ms
 from trainer.bench.shapes import HEADS
 from trainer.losses import row_triton
 from trainer.losses.options import LossOptions
@@ -130,19 +129,6 @@ def products() -> Any:
     return found
 
 
-def power() -> Any:
-    """Sample the GPU's clock and power while the fused loss runs."""
-    inputs = make_inputs(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
-    fields = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-lms", "150"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sampler:
-        measure(fused(), inputs, 12)
-        sampler.terminate()
-        lines = (sampler.stdout.read() if sampler.stdout else "").splitlines()
-    say("\n".join([fields, *lines[-6:]]))
-    return lines
-
-
 def chunks() -> Any:
     """Measure the whole loss at 32,768 rows by chunk, between two measurements of both closed forms."""
     closed = {name: methods()[name] for name in ("closed_form", "closed_form_lean")}
@@ -185,19 +171,11 @@ def profile() -> Any:
     """Measure the device time by kernel of one call at 32,768 rows."""
     inputs = make_inputs(32_768, LLAMA_3B, K, torch.bfloat16, DEVICE)
     fused()(inputs).backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        fused()(inputs).backward()
-        torch.cuda.synchronize()
-    found = {}
-    for event in sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)[:12]:
-        found[event.key[:110]] = (event.count, event.self_device_time_total / 1e3)
-        say(f"{event.self_device_time_total / 1e3:9.2f} ms {event.count:4d}x {event.key[:110]}")
-    return found
+    return kernels(lambda: fused()(inputs).backward())
 
 
 SECTIONS: dict[str, Callable[[], Any]] = {
-    f.__name__: f
-    for f in (row_kernel, products, power, chunks, single_chunk, profile, all_methods, whole_logits, heads, long)
+    f.__name__: f for f in (row_kernel, products, chunks, single_chunk, profile, all_methods, whole_logits, heads, long)
 }
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec, TeacherSpec
 from teachercache.testing import synthetic_spec
 from trainer.bench.measure import GIB, machine
+from trainer.bench.shapes import SHAPES
 from trainer.config import TrainerConfig
 from trainer.data import PackedCache, PackedSequence
 from trainer.evaluate import evaluate
@@ -265,35 +265,8 @@ def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
     return claims
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the curves and the held-out KL of every run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "parity"  # the same figures give the same file
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
-    for result in results:
-        curve = np.array(result["curve"])
-        if len(curve):
-            width = max(1, len(curve) // 25)
-            smooth = np.convolve(curve, np.ones(width) / width, mode="valid")[:: max(1, width // 4)]
-            at = np.linspace(width - 1, len(curve) - 1, len(smooth))
-            left.plot(at, smooth, label=result["run"], linewidth=1)
-    left.set(xlabel="step", ylabel="its own training loss, nats", yscale="log")
-    left.legend(fontsize=7)
-    names = [result["run"] for result in results]
-    right.barh(names, [result["heldout_kl_full_vocabulary"] for result in results])
-    right.invert_yaxis()
-    right.set(xlabel="held-out full-vocabulary KL against the live teacher, nats")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
 def write(report: dict[str, Any], out: Path) -> None:
-    """Write parity.json and parity.svg, as far as the report has come."""
+    """Write parity.json, as far as the report has come; docs/figures/make_figures.py draws it."""
     report["claims"] = verdict(report["results"])
     text = json.dumps(report, indent=1)
     # A curve in one line, five digits of each loss.
@@ -301,25 +274,6 @@ def write(report: dict[str, Any], out: Path) -> None:
         curve = [float(f"{loss:.5g}") for loss in result["curve"]]
         text = text.replace(json.dumps(result["curve"], indent=1).replace("\n", "\n   "), json.dumps(curve))
     (out / "parity.json").write_text(text + "\n", encoding="utf-8")
-    if all(math.isfinite(result["heldout_kl_full_vocabulary"]) for result in report["results"]):
-        plot(report["results"], out / "parity.svg")
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    """Return the figures as a Markdown table."""
-    live = next((result["heldout_kl_full_vocabulary"] for result in results if result["run"] == "online"), math.nan)
-    lines = [
-        "| run | held-out KL, full vocabulary | over online | KL of K+1 outcomes | top-1 | perplexity | ECE | step | memory |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        kl, step, memory = result["heldout_kl_full_vocabulary"], result["step_ms"], result["peak_gib"]
-        lines.append(
-            f"| {result['run']} | {kl:.4f} | {kl / live - 1:+.1%} | {result['heldout_kl']:.4f} | "
-            f"{result['top1_agreement']:.1%} | {result['perplexity']:.2f} | {result['ece']:.4f} | "
-            f"{f'{step:.0f} ms' if step else '—'} | {f'{memory:.1f} GiB' if memory else '—'} |"
-        )
-    return "\n".join(lines)
 
 
 def merge(paths: list[Path], out: Path) -> None:
@@ -330,7 +284,6 @@ def merge(paths: list[Path], out: Path) -> None:
             raise SystemExit("the reports began with different students or documents: they cannot be compared")
     report = reports[0] | {"results": [result for one in reports for result in one["results"]]}
     write(report, out)
-    print(table(report["results"]))
 
 
 def tiny_teacher(out: Path) -> Path:
@@ -338,16 +291,8 @@ def tiny_teacher(out: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-    )
+    sizes = SHAPES["tiny"] | {"num_hidden_layers": 4, "vocab_size": 320}
+    shape = LlamaConfig(**sizes, initializer_range=0.4, tie_word_embeddings=False)
     LlamaForCausalLM(shape).save_pretrained(out)
     return out
 
@@ -359,13 +304,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", default=",".join(ALL_RUNS), help=f"comma-separated, of {', '.join(ALL_RUNS)}")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--train-tokens", type=int, default=1_000_000)
-    parser.add_argument("--heldout-tokens", type=int, default=50_000)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    numbers = {"steps": 500, "seq-len": 2048, "train-tokens": 1_000_000, "heldout-tokens": 50_000, "lr": 1e-3}
+    for name, default in (numbers | {"warmup": 10, "seed": 0}).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--merge", help="comma-separated parity.json files: write them as one report, run nothing")
     parser.add_argument("--tiny", action="store_true", help="a smoke test with a random teacher")
     arguments = parser.parse_args()
@@ -432,7 +373,6 @@ def main() -> None:
         )
     for claim, value in report["claims"].items():
         print(f"{claim}: {value:.5g}")
-    print(table(report["results"]))
 
 
 if __name__ == "__main__":

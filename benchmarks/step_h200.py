@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import attention_h200
-from trainer import optim
-from trainer.bench.measure import machine, release_memory, save
+from trainer.bench.measure import kernels, machine, release_memory, save
 from trainer.bench.step import StepBench, StepCase, StepFigures, synthetic_sequence
 from trainer.flops import measured_matmul_rate
 
@@ -89,47 +89,6 @@ def report_row(result: StepFigures, group: str, peak: float | None) -> dict[str,
     return {"group": group, **asdict(result)}
 
 
-def profile(bench: StepBench, case: StepCase, rows: int = 22) -> list[dict[str, Any]]:
-    """Return the kernels of one step by total time, after one warm-up."""
-    bench.run(case, repeats=0, warmup=1)
-    sequence = synthetic_sequence(case.tokens, case.documents, bench.vocab_size)
-    step = bench.step(case.attention)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        step.run([sequence], lr=1e-5)
-    events = [event for event in recorded.key_averages() if event.self_device_time_total > 0]
-    total = sum(event.self_device_time_total for event in events)
-    out = []
-    for event in sorted(events, key=lambda event: -event.self_device_time_total)[:rows]:
-        ms = event.self_device_time_total / 1e3
-        print(f"   profile | {1e3 * ms / total:6.2%} {ms:9.2f} ms x{event.count:<5} {event.key[:110]}")
-        out.append({"kernel": event.key[:200], "ms": ms, "count": event.count})
-    return out
-
-
-def compiled_update_works(device: torch.device) -> bool:
-    """Return whether the optimiser's compiled update runs here and equals the eager one; says why not."""
-    results = []
-    for eager in (True, False):
-        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 1000, device=device).bfloat16())
-        settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "master": "split", "state_dtype": torch.float32}
-        optimizer = optim.MixedAdamW([parameter], **settings)
-        parameter.grad = torch.linspace(1, -1, 1000, device=device).bfloat16()
-        compiled = optim._compiled
-        try:
-            if eager:
-                optim._compiled = lambda function: function
-            optimizer.step()
-        except Exception as error:
-            print(f"the compiled update does not run here: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            return False
-        finally:
-            optim._compiled = compiled
-        results.append(optim.join_float32(parameter.detach(), optimizer.state[parameter]["low"]))
-    difference = (results[0] - results[1]).abs().max().item()
-    print(f"compiled optimiser update differs from the eager one by at most {difference:.1e}", flush=True)
-    return difference < 1e-6
-
-
 def main() -> None:
     """Run the groups that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,9 +111,6 @@ def main() -> None:
     report["matmul_tflops"] = peak and peak / 1e12
     print(report["machine"], f"bf16 matrix rate {peak / 1e12:.0f} TFLOP/s" if peak else "", flush=True)
 
-    if on_gpu and not compiled_update_works(device):
-        optim._compiled = lambda function: function  # slower and larger, but every row is still taken
-
     def left() -> float:
         return arguments.budget_s - (time.monotonic() - began)
 
@@ -176,7 +132,10 @@ def main() -> None:
                 flush=True,
             )
         if group == "profile" and on_gpu:
-            report["profile"] = profile(bench, StepCase(32_768 // (128 if arguments.tiny else 1)))
+            case = StepCase(32_768)
+            bench.run(case, repeats=0, warmup=1)
+            step, sequence = bench.step(case.attention), synthetic_sequence(case.tokens, 1, bench.vocab_size)
+            report["profile"] = kernels(partial(step.run, [sequence], lr=1e-5))
         for case, repeats in cases(group, on_gpu):
             if left() < 0:
                 print(f"{group:>10} | {case.label()} | not started: the budget is spent", flush=True)

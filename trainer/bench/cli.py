@@ -52,8 +52,13 @@ def bench_loss(
 
     if cpu_ratio_only:
         ratio = loss.cpu_ratio(repeats)
-        print(json.dumps(ratio.as_json() | {"machine": machine(torch.device("cpu"))}) if as_json else ratio)
-        raise typer.Exit(0 if ratio.holds else 1)
+        text = (
+            "CPU, 2,048 rows x 576 x 49,152, float32: fused / forward_chunked time {time_ratio:.2f} (at most "
+            "{max_time_ratio}), extra memory {memory_ratio:.2f} (at most {max_memory_ratio}); fused {fused_ms:.0f} ms, "
+            "{fused_extra_mib:.0f} MiB; forward_chunked {forward_chunked_ms:.0f} ms, {forward_chunked_extra_mib:.0f} MiB"
+        )
+        print(json.dumps(ratio | {"machine": machine(torch.device("cpu"))}) if as_json else text.format(**ratio))
+        raise typer.Exit(0 if ratio["holds"] else 1)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = where.type == "cuda"
     heads = head or (["llama-3.2-3b"] if on_gpu else ["smollm2-135m"])

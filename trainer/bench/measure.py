@@ -99,6 +99,21 @@ def extra_gib(call: Callable[[], object], device: torch.device) -> float:
     return (_process_bytes("VmHWM") - base) / GIB
 
 
+def kernels(call: Callable[[], object], count: int = 22) -> list[dict[str, Any]]:
+    """Print and return the kernels of one call on a GPU that take the most time, in ms."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    events = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events)
+    found = []
+    for event in events[:count]:
+        ms = event.self_device_time_total / 1e3
+        print(f"   profile | {1e3 * ms / total:6.2%} {ms:9.2f} ms x{event.count:<5} {event.key[:110]}", flush=True)
+        found.append({"kernel": event.key[:200], "ms": ms, "count": event.count})
+    return found
+
+
 def save(folder: Path | None, name: str, report: Mapping[str, Any]) -> None:
     """Write folder/name as JSON; nothing without a folder."""
     if folder is not None:

@@ -23,7 +23,7 @@ def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_in_place(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return factor [] * grad; in grad's own memory if its dtype is already `dtype`.
+    """Return factor [] * grad, rounded once to `dtype`; in grad's own memory if that is its dtype.
 
     On CUDA a factor of exactly one (a plain `loss.backward()`) costs a launch and no memory traffic: the
     kernel looks at the scalar on the device.
@@ -31,13 +31,13 @@ def scaled_in_place(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     on_gpu = grad.is_cuda and torch.float64 not in (grad.dtype, dtype)
     if grad.dtype != dtype:
         out = torch.empty_like(grad, dtype=dtype)
-        if on_gpu:
-            scale_into(grad, factor, out)
-            return out
-        return torch.mul(grad, factor, out=out)
+        if not on_gpu:
+            return torch.mul(grad, factor, out=out)
+        scale_into(grad, factor, out)
+        return out
     grad = grad.data  # the saved tensor's own memory: its version must not count as modified
     if on_gpu:
-        scale_unless_one(grad, factor)
+        scale_into(grad, factor, grad)
         return grad
     if grad.dtype == factor.dtype:
         return grad.mul_(factor)
@@ -47,35 +47,20 @@ def scaled_in_place(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _scale_kernel(x_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
+    def _scale_kernel(x_ptr, factor_ptr, out_ptr, numel, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
         factor = tl.load(factor_ptr)
-        if factor != 1.0:
+        if not IN_PLACE or factor != 1.0:
             offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             mask = offsets < numel
-            x = tl.load(x_ptr + offsets, mask=mask)
-            tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=mask)
-
-    @triton.jit
-    def _scale_into_kernel(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < numel
-        x = tl.load(x_ptr + offsets, mask=mask).to(tl.float32)
-        tl.store(out_ptr + offsets, (x * tl.load(factor_ptr)).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def scale_unless_one(x: Tensor, factor: Tensor) -> None:
-    """Multiply contiguous x by float32 factor [] in place, in float32, with Triton."""
-    block = 16384
-    if x.numel():
-        with on_device_of(x):
-            grid = (triton.cdiv(x.numel(), block),)
-            _scale_kernel[grid](x, factor.to(torch.float32), x.numel(), BLOCK=block, num_warps=8)
+            x = tl.load(x_ptr + offsets, mask=mask).to(tl.float32)
+            tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Set out = x * float32 factor [], rounded once to out's dtype, with Triton; both contiguous."""
-    block = 8192
+    """Set out = x * float32 factor [] with Triton; both contiguous. Where out is x, a factor of one does nothing."""
+    in_place = out is x
+    block = 16384 if in_place else 8192
     if x.numel():
+        grid = (triton.cdiv(x.numel(), block),)
         with on_device_of(x):
-            grid = (triton.cdiv(x.numel(), block),)
-            _scale_into_kernel[grid](x, factor.to(torch.float32), out, x.numel(), BLOCK=block, num_warps=8)
+            _scale_kernel[grid](x, factor.to(torch.float32), out, x.numel(), in_place, BLOCK=block, num_warps=8)

@@ -55,14 +55,14 @@ def test_kernels_start_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPat
     with products.on_device_of(SimpleNamespace(is_cuda=True, device="cuda:1")):  # type: ignore[arg-type]
         pass
     assert events == ["cuda:1", "back"]
-    for module, names in ((row_triton, ["_row_kernel"]), (scale, ["_scale_kernel", "_scale_into_kernel"])):
+    for module, names in ((row_triton, ["_row_kernel"]), (scale, ["_scale_kernel"])):
         monkeypatch.setattr(module, "on_device_of", lambda tensor: current(tensor.device))
         for name in names:
             monkeypatch.setattr(module, name, Kernel())
     rows = TeacherRows(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3), torch.zeros(2))
     for start in (
         lambda: row_triton.loss_and_grad_in_place(x, None, rows, None, torch.ones(2), LossOptions(), True),
-        lambda: scale.scale_unless_one(x, factor),
+        lambda: scale.scale_into(x, factor, x),
         lambda: scale.scale_into(x, factor, x.half()),
     ):
         events.clear()
