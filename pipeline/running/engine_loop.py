@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -55,14 +56,6 @@ class _Client:
     died: EngineDied | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    action: Callable[[Teacher], Any]
-    result: Any = None
-    error: BaseException | None = None
-    done: bool = False
-
-
 class EngineLoop:
     """Starts the teacher in a thread and scores windows for several shards. Raises what `start` raises."""
 
@@ -72,21 +65,18 @@ class EngineLoop:
         self._inbox: deque[_Item] = deque()
         self._alone: deque[_Item] = deque()
         self._inside: dict[int, _Item] = {}
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[Callable[[Teacher], Any], Future[Any]]] = deque()
         self._clients: list[_Client] = []
         self._serial = 0
         self._stopping = False
         self._dead: EngineDied | None = None
-        self._started = threading.Event()
-        self._start_error: BaseException | None = None
+        self._started: Future[None] = Future()
         self.teacher: Teacher
         self.busy_s = 0.0  # the engine held at least one input
         self.tokens = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self._started.wait()
-        if self._start_error is not None:
-            raise self._start_error
+        self._started.result()
 
     # -- the shard's side ----------------------------------------------------------------------------------------
 
@@ -155,19 +145,13 @@ class EngineLoop:
 
     def call(self, action: Callable[[Teacher], T]) -> T:
         """Run `action(teacher)` in the engine's thread while nothing is inside, and return what it returns."""
-        request = _Call(action)
+        answer: Future[T] = Future()
         with self._cond:
             if self._dead is not None:
                 raise self._dead
-            self._calls.append(request)
+            self._calls.append((action, answer))
             self._cond.notify_all()
-            self._cond.wait_for(lambda: request.done or self._dead is not None)
-        if request.error is not None:
-            raise request.error
-        if not request.done:
-            raise EngineDied(str(self._dead))
-        result: T = request.result
-        return result
+        return answer.result()
 
     def depths(self) -> tuple[int, int]:
         """Return (inputs inside the engine, inputs waiting for it)."""
@@ -180,10 +164,9 @@ class EngineLoop:
         try:
             self.teacher = self._start()
         except BaseException as error:
-            self._start_error = error
+            self._started.set_exception(error)
             return
-        finally:
-            self._started.set()
+        self._started.set_result(None)
         try:
             while self._step():
                 pass
@@ -201,7 +184,7 @@ class EngineLoop:
             ready = [] if self._calls or call else self._take()
         began = time.monotonic()
         if call is not None:
-            self._answer(call)
+            self._answer(*call)
             self.busy_s += time.monotonic() - began
             return True
         for item in ready:
@@ -217,16 +200,13 @@ class EngineLoop:
                 self._cond.notify_all()
         return True
 
-    def _answer(self, call: _Call) -> None:
+    def _answer(self, action: Callable[[Teacher], Any], answer: Future[Any]) -> None:
         try:
-            call.result = call.action(self.teacher)
-        except EngineDied:
-            raise
+            answer.set_result(action(self.teacher))
         except Exception as error:  # travels to the caller as itself
-            call.error = error
-        with self._cond:
-            call.done = True
-            self._cond.notify_all()
+            answer.set_exception(error)
+            if isinstance(error, EngineDied):
+                raise
 
     def _take(self) -> list[_Item]:
         """Return the items that may enter now; one that must be alone waits until the engine is empty."""
@@ -261,6 +241,8 @@ class EngineLoop:
             for client in self._clients:
                 suspects = sorted({i.window.ordinal for i in client.open_items.values() if id(i) in inside})
                 client.died = EngineDied(str(error), suspects)
+            for _, answer in self._calls:
+                answer.set_exception(EngineDied(str(error)))
             self._cond.notify_all()
 
     @property

@@ -85,24 +85,18 @@ def prepare(job: JobConfig) -> Prepared:
     return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, prior))
 
 
-def _pool_maker(
-    prepared: Prepared, plan_digest: str, shards: int, observe: Callable[[Any], Any] | None
-) -> Callable[[], Pool]:
+def _make_pool(prepared: Prepared, plan_digest: str, observe: Callable[[Any], Any] | None) -> Pool:
     job = prepared.job
+    if job.run.executor == "inline":
+        from pipeline.running.worker import ShardWorker
 
-    def make() -> Pool:
-        if job.run.executor == "inline":
-            from pipeline.running.worker import ShardWorker
+        gpus = float(job.teacher.gpus_per_actor or job.teacher.tensor_parallel)
+        return InlinePool(lambda: ShardWorker(job, prepared.model, prepared.spec, plan_digest=plan_digest), gpus)
+    from pipeline.running.ray_pool import RayPool, connect
 
-            gpus = float(job.teacher.gpus_per_actor or job.teacher.tensor_parallel)
-            return InlinePool(lambda: ShardWorker(job, prepared.model, prepared.spec, plan_digest=plan_digest), gpus)
-        from pipeline.running.ray_pool import RayPool, connect
-
-        connect()
-        size = min(job.run.actors, max(1, shards))
-        return RayPool(job, str(prepared.model), prepared.spec, plan_digest, size, observe)
-
-    return make
+    connect()
+    size = min(job.run.actors, len(prepared.planned.plan.shards))
+    return RayPool(job, str(prepared.model), prepared.spec, plan_digest, size, observe)
 
 
 def run_job(
@@ -133,7 +127,7 @@ def run_job(
         job.run,
         writer,
         prepared.planned.plan.shards,
-        _pool_maker(prepared, plan_digest, len(prepared.planned.plan.shards), observe),
+        lambda: _make_pool(prepared, plan_digest, observe),
         leases=StoreLeases(writer.store) if job.run.leases else None,
         on_progress=on_progress,
         on_event=on_event,

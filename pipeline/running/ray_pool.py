@@ -71,30 +71,19 @@ def time_limit_s(run: RunConfig, task: ShardTask) -> float:
 class TeacherActor:
     """Runs in an actor process: `start` loads the teacher, then shards run in a few threads."""
 
-    def __init__(
-        self,
-        job: dict[str, Any],
-        model_path: str,
-        spec: dict[str, Any],
-        plan_digest: str,
-        journal: Any,
-        env: dict[str, str],
-        observe: Observe | None,
-    ) -> None:
+    def __init__(self, env: dict[str, str]) -> None:
         for name, value in env.items():
             os.environ.setdefault(name, value)
-        self._arguments = (job, model_path, spec, plan_digest, journal)
-        self._observe = observe
         self._placed = time.monotonic()  # from now on this actor holds its GPUs
         self._worker: Any = None
         self._observer: Observer | None = None
 
-    def start(self) -> dict[str, Any]:
-        """Load the teacher and return its provenance with `start_seconds`. Errors travel back as themselves."""
+    def start(
+        self, job: JobConfig, model_path: str, spec: CacheSpec, plan_digest: str, journal: Any, observe: Any
+    ) -> float:
+        """Load the teacher and return the seconds since this actor holds its GPUs. Errors travel back as themselves."""
         from pipeline.running.worker import ShardWorker
 
-        job_tree, model_path, spec_tree, plan_digest, journal = self._arguments
-        job = JobConfig.model_validate(job_tree)
         if not os.path.isdir(model_path):  # a hub id was fetched on the driver's node: fetch it here as well
             from pipeline.planning.identity import resolve_model
 
@@ -102,16 +91,10 @@ class TeacherActor:
         on_this_node = 1 if job.teacher.gpus_per_actor else job.run.actors
         threads = job.teacher.threads or max(1, (os.cpu_count() or 2) // max(1, on_this_node))
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        self._worker = ShardWorker(
-            job,
-            model_path,
-            CacheSpec.model_validate(spec_tree),
-            plan_digest=plan_digest,
-            journal=_RemoteJournal(journal),
-        )
-        if self._observe is not None:
-            self._observer = self._observe(self._worker)
-        return {**self._worker.loop.teacher.provenance, "start_seconds": time.monotonic() - self._placed}
+        self._worker = ShardWorker(job, model_path, spec, plan_digest=plan_digest, journal=_RemoteJournal(journal))
+        if observe is not None:
+            self._observer = observe(self._worker)
+        return time.monotonic() - self._placed
 
     def run(self, task: ShardTask) -> Receipt:
         """Do a shard; see ShardWorker.run."""
@@ -211,19 +194,11 @@ class RayPool:
             gpus = float(job.teacher.tensor_parallel) if has_gpus and job.teacher.engine != "noop" else 0.0
         self._gpus = gpus
         self._journal: Any = ray.remote(num_cpus=0, max_restarts=3)(JournalActor).remote()
-        env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
+        self._env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
         self._actor_class = ray.remote(
             num_cpus=CPUS_PER_ACTOR, num_gpus=gpus, max_restarts=0, max_concurrency=job.run.shards_per_actor + 2
         )(TeacherActor)
-        self._arguments = (
-            job.model_dump(mode="json"),
-            model_path,
-            spec.model_dump(mode="json"),
-            plan_digest,
-            self._journal,
-            env,
-            observe,
-        )
+        self._arguments = (job, model_path, spec, plan_digest, self._journal, observe)
         self._actors: list[_Actor] = []
         self._deaths = 0
         self._judge = StartJudge(size)
@@ -234,8 +209,8 @@ class RayPool:
 
     def _refill(self) -> None:
         while len(self._actors) < self._size and time.monotonic() >= self._next_start:
-            handle = self._actor_class.remote(*self._arguments)
-            self._actors.append(_Actor(handle, handle.start.remote()))
+            handle = self._actor_class.remote(self._env)
+            self._actors.append(_Actor(handle, handle.start.remote(*self._arguments)))
 
     def _ready(self) -> list[_Actor]:
         return [a for a in self._actors if a.ready]
@@ -297,7 +272,7 @@ class RayPool:
 
     def _settle_start(self, actor: _Actor) -> None:
         try:
-            info = self._ray.get(actor.started)
+            self._meter.add_start(self._ray.get(actor.started))
         except Exception as error:
             cause = getattr(error, "cause", None) or error
             self._actors.remove(actor)
@@ -306,7 +281,6 @@ class RayPool:
             logger.warning("an actor did not start: %s", " ".join(str(cause).split())[-600:])
             self._next_start = time.monotonic() + pause
             return
-        self._meter.add_start(float(info.get("start_seconds", 0.0)))
         actor.ready = True
         self._judge.succeed()
 

@@ -51,7 +51,7 @@ class FakeRay:
     def actor(self):
         return SimpleNamespace(start=SimpleNamespace(remote=self.start))
 
-    def start(self):
+    def start(self, *arguments):
         self.starts += 1
         return f"start {self.starts}"
 
