@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import teachercache
 from pipeline.config import JobConfig
@@ -21,6 +21,9 @@ from pipeline.running.tasks import Pool, PoolState
 from teachercache import CacheSpec, CacheWriter, Ledger, Manifest, Plan
 from teachercache.console import stop_on_signals
 from teachercache.errors import NotACache, SpecMismatch, UsageError
+
+if TYPE_CHECKING:
+    from pipeline.running.ray_pool import Observe
 
 
 @dataclass(slots=True)
@@ -85,7 +88,7 @@ def prepare(job: JobConfig) -> Prepared:
     return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, prior))
 
 
-def _make_pool(prepared: Prepared, plan_digest: str, observe: Callable[[Any], Any] | None) -> Pool:
+def _make_pool(prepared: Prepared, plan_digest: str, observe: Observe | None) -> Pool:
     job = prepared.job
     if job.run.executor == "inline":
         from pipeline.running.worker import ShardWorker
@@ -105,7 +108,7 @@ def run_job(
     on_planned: Callable[[Prepared], None] | None = None,
     on_progress: Callable[[Tally, PoolState], None] | None = None,
     on_event: Callable[[str, dict[str, Any]], None] | None = None,
-    observe: Callable[[Any], Any] | None = None,
+    observe: Observe | None = None,
     say: Callable[[str], None] = print,
     stop: threading.Event | None = None,
 ) -> Result:

@@ -12,13 +12,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.config import JobConfig, RunConfig
 from pipeline.running.starts import StartJudge
 from pipeline.running.tasks import Failed, Finished, PoolState, Receipt, ShardTask
 from teachercache import CacheSpec
 from teachercache.errors import TeacherCacheError
+
+if TYPE_CHECKING:
+    from pipeline.running.worker import ShardWorker
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class Observer(Protocol):
         """Count a shard that raised."""
 
 
-Observe = Callable[[Any], Observer]  # from a ShardWorker, inside the actor
+Observe = Callable[["ShardWorker"], Observer]  # called inside the actor
 
 
 class GpuMeter:
@@ -75,11 +78,11 @@ class TeacherActor:
         for name, value in env.items():
             os.environ.setdefault(name, value)
         self._placed = time.monotonic()  # from now on this actor holds its GPUs
-        self._worker: Any = None
+        self._worker: ShardWorker
         self._observer: Observer | None = None
 
     def start(
-        self, job: JobConfig, model_path: str, spec: CacheSpec, plan_digest: str, journal: Any, observe: Any
+        self, job: JobConfig, model_path: str, spec: CacheSpec, plan_digest: str, journal: Any, observe: Observe | None
     ) -> float:
         """Load the teacher and return the seconds since this actor holds its GPUs. Errors travel back as themselves."""
         from pipeline.running.worker import ShardWorker
@@ -110,7 +113,7 @@ class TeacherActor:
 
     def state(self) -> dict[str, Any]:
         """Return what ShardWorker.state returns; empty before `start` has ended."""
-        return self._worker.state() if self._worker is not None else {}
+        return self._worker.state() if hasattr(self, "_worker") else {}
 
 
 class _RemoteJournal:
