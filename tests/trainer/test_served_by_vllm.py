@@ -22,7 +22,7 @@ PROMPTS = [
 NEW_TOKENS = 16
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-# A process of its own: an engine's memory and threads are gone with it.
+# A separate process: an engine's memory and threads are gone with it.
 SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams

@@ -121,10 +121,7 @@ def head(model: Model) -> Head:
 
 
 def hidden_states(
-    model: Model,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    layout: attention.DocumentLayout,
+    model: Model, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: attention.DocumentLayout
 ) -> torch.Tensor:
     """Return the last hidden states [T, d] of one packed sequence of int64 [T] ids and [T] positions.
 
