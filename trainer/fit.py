@@ -112,10 +112,9 @@ class _Run:
         with (
             closing(MetricsLog(self.folder, config, resumed_step=progress.step)) as log,
             closing(Screen()) as screen,
-            closing(Prefetcher(self.dataset, pin=self.compute.on_gpu)) as prefetcher,
+            closing(Prefetcher(self.dataset, pin=self.compute.on_gpu, stop=stop)) as prefetcher,
             stop_on_signals(stop),
         ):
-            prefetcher.interrupted = stop.is_set
             for line in opening:
                 screen.say(line)
             meter = Meter(self.model, self.compute.device)

@@ -11,7 +11,7 @@ Resuming re-reads that block, packs it again and skips: packing depends on the r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ class PackedCache(IterableDataset[PackedSequence]):
             self._after = after
             yield sequence
 
-    def with_states(self, state: dict[str, Any] | None = None) -> Iterator[tuple[PackedSequence, dict[str, Any]]]:
+    def with_states(self, state: dict[str, Any] | None = None) -> Generator[tuple[PackedSequence, dict[str, Any]]]:
         """Iterate over (sequence, the state that continues after it), from `state` or this object's on."""
         state = state or self._after
         while self.epochs is None or state["epoch"] < self.epochs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from typing import Any
 
 from trainer.checkpoint import wait_for_store
@@ -13,38 +13,30 @@ from trainer.data.sequence import PackedSequence
 
 
 class Interrupted(Exception):
-    """The wait for a sequence ended because `Prefetcher.interrupted` said so; nothing was consumed."""
+    """The wait for a sequence ended because `stop` was set; nothing was consumed."""
 
 
 class Prefetcher:
     """Run a PackedCache in a thread and pass on its (sequence, state) pairs in order.
 
-    depth  how many sequences wait ready; 0 runs without a thread
+    depth  how many sequences wait ready
     pin    pin their memory, so that copies to the GPU overlap with compute
+    stop   where it is set, a wait for a sequence that is not ready ends with Interrupted
     While the store is away the thread starts again from the last state, for ten minutes at most. Its errors are raised
     where the sequence was requested.
     """
 
-    def __init__(self, dataset: PackedCache, *, depth: int = 4, pin: bool = False) -> None:
-        self._dataset, self._pin = dataset, pin
+    def __init__(
+        self, dataset: PackedCache, *, depth: int = 4, pin: bool = False, stop: threading.Event | None = None
+    ) -> None:
+        self._dataset, self._pin, self._interrupt = dataset, pin, stop
         self._state = dataset.state()
-        self._pairs: Iterator[tuple[PackedSequence, dict[str, Any]]] | None = None
-        self._stop = threading.Event()
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(depth, 1))
-        self._thread: threading.Thread | None = None
+        self._pairs: Generator[tuple[PackedSequence, dict[str, Any]]] | None = None
+        self._closed = threading.Event()
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._end: BaseException | None = None
-        self.interrupted: Callable[[], bool] = lambda: False
-        """Polled while a sequence is waited for: true ends the wait with Interrupted (with a thread, depth > 0)."""
-        if depth:
-            self._thread = threading.Thread(target=self._fill, name="packed-cache", daemon=True)
-            self._thread.start()
-
-    def _prepare(self) -> tuple[PackedSequence, dict[str, Any]] | None:
-        pair = wait_for_store(self._read, "reading the cache")
-        if pair is None:
-            return None
-        sequence, self._state = pair
-        return (sequence.pin_memory() if self._pin else sequence), self._state
+        self._thread = threading.Thread(target=self._fill, name="packed-cache", daemon=True)
+        self._thread.start()
 
     def _read(self) -> tuple[PackedSequence, dict[str, Any]] | None:
         if self._pairs is None:
@@ -56,43 +48,41 @@ class Prefetcher:
             raise
 
     def _fill(self) -> None:
-        while not self._stop.is_set():
+        item: Any = self
+        while not self._closed.is_set() and item is not None and not isinstance(item, BaseException):
             try:
-                item: Any = self._prepare()
+                item = wait_for_store(self._read, "reading the cache")
+                if item is not None:
+                    sequence, self._state = item
+                    item = (sequence.pin_memory() if self._pin else sequence), self._state
             except BaseException as error:  # handed to the consumer, who raises it
                 item = error
-            while not self._stop.is_set():
+            while not self._closed.is_set():
                 try:
                     self._queue.put(item, timeout=0.2)
                     break
                 except queue.Full:
                     continue
-            if item is None or isinstance(item, BaseException):
-                return
 
     def __iter__(self) -> Prefetcher:
         return self
 
     def __next__(self) -> tuple[PackedSequence, dict[str, Any]]:
-        if self._end is None:
-            item = self._wait() if self._thread else self._prepare()
+        while self._end is None:
+            try:
+                item = self._queue.get(timeout=0.2)
+            except queue.Empty:
+                if self._interrupt is not None and self._interrupt.is_set():
+                    raise Interrupted from None
+                continue
             if item is not None and not isinstance(item, BaseException):
                 return item
             self._end = item or StopIteration()  # the thread is gone: a second wait would never end
         raise self._end
 
-    def _wait(self) -> Any:
-        while True:
-            try:
-                return self._queue.get(timeout=0.2)
-            except queue.Empty:
-                if self.interrupted():
-                    raise Interrupted from None
-
     def close(self) -> None:
         """End the thread and the reading of the cache."""
-        self._stop.set()
-        if self._thread:
-            self._thread.join(timeout=10)
+        self._closed.set()
+        self._thread.join(timeout=10)
         if self._pairs is not None:
-            self._pairs.close()  # type: ignore[attr-defined]
+            self._pairs.close()

@@ -68,12 +68,7 @@ class DocumentLayout:
     @property
     def num_long(self) -> int:
         """How many leading documents get separate calls under `mixed`."""
-        count = 0
-        for length in self.lengths:
-            if length < self.long_document:
-                break
-            count += 1
-        return count
+        return len(list(itertools.takewhile(lambda length: length >= self.long_document, self.lengths)))
 
     def path(self, dtype: torch.dtype) -> str:
         """Return the kind that `auto` means for this batch; any other kind is itself."""
