@@ -5,11 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeAlias
 
 from trainer.checkpoint import wait_for_store
 from trainer.data.dataset import PackedCache
 from trainer.data.sequence import PackedSequence
+
+
+Pair: TypeAlias = tuple[PackedSequence, dict[str, Any]]
 
 
 class Interrupted(Exception):
@@ -31,14 +34,14 @@ class Prefetcher:
     ) -> None:
         self._dataset, self._pin, self._interrupt = dataset, pin, stop
         self._state = dataset.state()
-        self._pairs: Generator[tuple[PackedSequence, dict[str, Any]]] | None = None
+        self._pairs: Generator[Pair] | None = None
         self._closed = threading.Event()
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[Pair | BaseException | None] = queue.Queue(maxsize=depth)
         self._end: BaseException | None = None
         self._thread = threading.Thread(target=self._fill, name="packed-cache", daemon=True)
         self._thread.start()
 
-    def _read(self) -> tuple[PackedSequence, dict[str, Any]] | None:
+    def _read(self) -> Pair | None:
         if self._pairs is None:
             self._pairs = self._dataset.with_states(self._state)
         try:
@@ -48,8 +51,8 @@ class Prefetcher:
             raise
 
     def _fill(self) -> None:
-        item: Any = self
-        while not self._closed.is_set() and item is not None and not isinstance(item, BaseException):
+        item: Pair | BaseException | None = None
+        while not self._closed.is_set():
             try:
                 item = wait_for_store(self._read, "reading the cache")
                 if item is not None:
@@ -63,11 +66,13 @@ class Prefetcher:
                     break
                 except queue.Full:
                     continue
+            if item is None or isinstance(item, BaseException):
+                return
 
     def __iter__(self) -> Prefetcher:
         return self
 
-    def __next__(self) -> tuple[PackedSequence, dict[str, Any]]:
+    def __next__(self) -> Pair:
         while self._end is None:
             try:
                 item = self._queue.get(timeout=0.2)
@@ -75,7 +80,7 @@ class Prefetcher:
                 if self._interrupt is not None and self._interrupt.is_set():
                     raise Interrupted from None
                 continue
-            if item is not None and not isinstance(item, BaseException):
+            if isinstance(item, tuple):
                 return item
             self._end = item or StopIteration()  # the thread is gone: a second wait would never end
         raise self._end
