@@ -15,6 +15,7 @@ from teachercache.format.spec import Strict, json_digest
 
 MAX_FILE_BYTES = 2**37  # 128 GiB; a manifest that claims a larger file is refused
 MAX_TOKENIZER_BYTES = 2**28
+COUNTS = ("records", "documents", "tokens", "rows")  # what files, commits and manifests count
 
 
 class FileEntry(Strict):

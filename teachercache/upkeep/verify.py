@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, StoreDenied, TeacherCacheError
 from teachercache.format import layout
-from teachercache.format.objects import Commit, Manifest, ManifestFile, Plan
+from teachercache.format.objects import COUNTS, Commit, Manifest, ManifestFile, Plan
 from teachercache.format.record import Record, check_record, content_key
 from teachercache.format.spec import CacheSpec
 from teachercache.parquet.datafile import DataFile
@@ -22,7 +22,6 @@ from teachercache.read.tokenizer import check_tokenizer
 from teachercache.store.ledger import Ledger, read_sealed
 from teachercache.store.liveness import live_commits, resolve_replacements
 from teachercache.store.store import Store
-from teachercache.write.attempt import COUNTS
 from teachercache.write.uniqueness import check_unique
 
 PROBLEMS_PER_FILE = 20

@@ -12,6 +12,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from teachercache.errors import UsageError
+from teachercache.format.objects import COUNTS
 from teachercache.format.record import Record
 from teachercache.read.cache import Cache, incomplete_message
 
@@ -22,7 +23,7 @@ def summary(cache: Cache) -> dict[str, Any]:
     groups: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for entry in m.files:
         group = groups[entry.split, entry.source]
-        for name in ("documents", "records", "tokens", "rows"):
+        for name in COUNTS:
             group[name] += getattr(entry, name)
         group["files"] += 1
         group["bytes"] += entry.size
@@ -38,10 +39,7 @@ def summary(cache: Cache) -> dict[str, Any]:
         "spec_digest": cache.spec.digest,
         "manifest_digest": m.digest,
         "shards": {"planned": m.shards_planned, "committed": m.shards_committed, "quarantined": m.shards_quarantined},
-        "documents": m.documents,
-        "records": m.records,
-        "tokens": m.tokens,
-        "rows": m.rows,
+        **{name: getattr(m, name) for name in COUNTS},
         "bytes": size,
         "bytes_per_row": round(size / m.rows, 1) if m.rows else None,
         "codecs": sorted({entry.codec for entry in m.files}),

@@ -20,7 +20,7 @@ from typing import Any
 
 from teachercache.errors import CommitConflict, CorruptFile, Exists, StaleAttempt
 from teachercache.format import layout
-from teachercache.format.objects import Commit, FileEntry
+from teachercache.format.objects import COUNTS, Commit, FileEntry
 from teachercache.format.record import Record, content_key
 from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import CacheSpec
@@ -28,7 +28,6 @@ from teachercache.parquet.datafile import ROWS_PER_GROUP, FileBuilder
 from teachercache.store.ledger import read_sealed
 from teachercache.store.store import Store
 
-COUNTS = ("records", "documents", "tokens", "rows")
 GRACE_SECONDS = 7 * 24 * 3600.0  # the collector's default; an attempt gives up after half of it
 
 

@@ -40,7 +40,10 @@ def create(
     tokenizer files go into the cache, so that a reader needs nothing else.
     """
     store = Store.open(url, storage_options)
-    existing = _read_spec(store)
+    try:
+        existing = Ledger(store).spec()
+    except NotACache:
+        existing = None
     if existing is not None and existing != spec:
         raise SpecMismatch(store.url, spec.differences(existing))
     if probe:
@@ -55,13 +58,6 @@ def create(
     if tokenizer_files is not None:
         upload_tokenizer(store, spec.tokenizer, Path(tokenizer_files))
     return CacheWriter(store, spec, codec=codec)
-
-
-def _read_spec(store: Store) -> CacheSpec | None:
-    try:
-        return Ledger(store).spec()
-    except NotACache:
-        return None
 
 
 class CacheWriter:
