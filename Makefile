@@ -25,6 +25,7 @@ demo:
 lint: setup
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) scripts/plain_words.py
 
 types: setup
 	@$(RUN) -m mypy

@@ -186,7 +186,7 @@ class CheckpointFolder:
 
     @contextmanager
     def _staging(self) -> Iterator[Path]:
-        """An empty folder, on the file system of a local output, that is gone afterwards unless it was renamed."""
+        """Yield an empty folder on the file system of a local output; remove it afterwards unless it was renamed."""
         if self.local:
             self.local.mkdir(parents=True, exist_ok=True)
             for stale in self.local.glob(".writing-*"):  # of a run that was killed

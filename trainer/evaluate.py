@@ -103,7 +103,7 @@ def evaluate(
 def _sums(
     logprobs: torch.Tensor, rows: TeacherRows, labels: torch.Tensor, calibration: torch.Tensor
 ) -> dict[str, float]:
-    """Sums over rows of a chunk, from the student's log-probabilities [N, V]; adds to `calibration`."""
+    """Return sums over rows of a chunk, from the student's log-probabilities [N, V]; adds to `calibration`."""
     confidence, top1 = logprobs.max(dim=1)
     known = labels != NO_LABEL
     confidence, correct = confidence[known].exp(), top1[known] == labels[known]

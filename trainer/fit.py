@@ -151,7 +151,7 @@ class _Run:
             return self.checkpoints.finish()
 
     def _next_batch(self, prefetcher: Prefetcher) -> list[PackedSequence]:
-        """The micro-batches of one step; fewer at the end of the data, none after it or when a signal came meanwhile."""
+        """Return the micro-batches of a step: fewer at the end of the data, none after it or once a signal came."""
         sequences: list[PackedSequence] = []
         before = self.progress.data
         while len(sequences) < self.config.data.sequences_per_step:
@@ -185,7 +185,7 @@ class _Run:
         self.checkpoints.evaluated = (step, result["heldout_kl"])
 
     def _opening(self) -> list[str]:
-        """What to say before the first step."""
+        """Return what to say before the first step."""
         step, parameters = self.progress.step, sum(parameter.numel() for parameter in self.model.parameters())
         lines = [
             f"{f'resuming after step {step}' if step else 'starting'}: {parameters / 1e6:.1f} M parameters on "
@@ -208,7 +208,7 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def _until(stop: threading.Event, sequences: Iterable[PackedSequence]) -> Iterator[PackedSequence]:
-    """The sequences, up to the first after which `stop` is set."""
+    """Yield the sequences, up to the first after which `stop` is set."""
     for sequence in sequences:
         yield sequence
         if stop.is_set():

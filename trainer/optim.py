@@ -136,7 +136,7 @@ class MixedAdamW(torch.optim.Optimizer):
         return {key: self._placed(value, parameter) for key, value in state.items()}
 
     def _placed(self, value: Any, parameter: torch.Tensor) -> Any:
-        """A piece of state where it lives between steps."""
+        """Return a piece of state where it is kept between steps."""
         if not isinstance(value, torch.Tensor):
             return value
         return value.cpu().pin_memory() if self.offload else value.to(parameter.device, copy=True)

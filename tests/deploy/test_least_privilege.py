@@ -75,6 +75,7 @@ def act(guarded: Guarded, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 def test_the_writers_policy_is_enough_for_a_whole_job(guarded: Guarded, tmp_path: Path, monkeypatch) -> None:
     tree = job_tree(
         "s3://teachercache/small",

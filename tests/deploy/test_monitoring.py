@@ -36,6 +36,7 @@ def promtool() -> str:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_rules_pass_promtool(promtool: str) -> None:
     done = subprocess.run([promtool, "check", "rules", "rules.yaml"], cwd=MONITORING, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,6 +26,7 @@ def visible(url: str) -> list[str]:
     return [o.path for o in Store.open(url).list("")]
 
 
+@pytest.mark.slow
 def test_an_exception_while_a_file_is_built_leaves_nothing(any_url):
     writer = teachercache.create(any_url, SPEC)
     before = visible(any_url)

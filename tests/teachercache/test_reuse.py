@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 import teachercache
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.gc import collect
@@ -20,6 +22,7 @@ def writer_with(url, shards, per_shard=4):
     return writer
 
 
+@pytest.mark.slow
 def test_committed_rows_are_found_by_content_key_and_copied(any_url):
     writer = writer_with(any_url, range(3))
     index = writer.reuse_index()

@@ -13,6 +13,7 @@ from teachercache.testing import synthetic_records, synthetic_spec
 SPEC = synthetic_spec()
 
 
+@pytest.mark.slow
 def test_an_equal_spec_appends_and_another_is_refused_field_by_field(any_url):
     teachercache.create(any_url, SPEC).commit("s", synthetic_records(SPEC, 2))
     assert teachercache.create(any_url, SPEC).committed() == {"s"}

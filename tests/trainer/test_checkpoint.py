@@ -81,6 +81,7 @@ def test_credentials_in_a_url_are_refused_without_repeating_them(url: str, use: 
     assert "hushhush" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_on_an_object_store_is_saved_fetched_and_swept(tmp_path: Path, any_s3_url: str) -> None:
     folder = CheckpointFolder(f"{any_s3_url}/runs/one")
     for step in (1, 2, 3):

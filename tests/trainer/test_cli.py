@@ -67,6 +67,7 @@ def refused(run: Callable[..., Done], config: Path, *overrides: str, command: st
     return lines[0]
 
 
+@pytest.mark.slow
 def test_fit_lowers_the_heldout_kl_and_writes_a_plain_hugging_face_folder(
     run: Callable[..., Done], config: Path
 ) -> None:

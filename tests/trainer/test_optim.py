@@ -91,6 +91,7 @@ def test_a_float32_copy_trains_like_torchs_own_adamw() -> None:
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rounded_states_converge_like_the_float32_copy_and_plain_bf16_does_not() -> None:
     exact = train("float32", "float32", lr=2e-4)[1]
     found = {

@@ -18,6 +18,7 @@ from trainer.step import Step
 STEPS = 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["bucket", "none", "renormalize"])
 def test_every_method_gives_the_same_training_curve(tmp_path: Path, tail: str) -> None:
     teacher = tiny.make_model(tmp_path / "teacher", seed=1)

@@ -204,6 +204,7 @@ def test_killed_twice_with_checkpoints_on_s3_the_run_is_bitwise_the_uninterrupte
     assert left == {c.folder for c in folder.index().checkpoints}
 
 
+@pytest.mark.slow
 def test_a_clean_stop_with_checkpoints_on_s3_continues_and_drops_old_ones(
     settings: dict[str, Any], tmp_path: Path, s3_url: str
 ) -> None:

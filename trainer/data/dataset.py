@@ -142,7 +142,7 @@ class PackedCache(IterableDataset[PackedSequence]):
             state = self._fresh_state(epoch=state["epoch"] + 1, counts=counts)
 
     def _epoch(self, state: dict[str, Any]) -> Iterator[tuple[PackedSequence, dict[str, Any]]]:
-        """The rest of one epoch, from `state` on."""
+        """Yield the rest of one epoch, from `state` on."""
         epoch, skip = state["epoch"], state["used"]
         stream = self.cache.stream(
             split=self.split,

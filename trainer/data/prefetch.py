@@ -11,7 +11,6 @@ from trainer.checkpoint import wait_for_store
 from trainer.data.dataset import PackedCache
 from trainer.data.sequence import PackedSequence
 
-
 Pair: TypeAlias = tuple[PackedSequence, dict[str, Any]]
 
 

@@ -16,7 +16,7 @@ V = 128,256 in bf16 a row is 256 KB, hence the persistent grid of few programs, 
 that leave L2 first. Measured on an H200, 2,816 rows: 0.60 ms, where a copy of the same bytes takes 0.35.
 """
 
-# Triton's kernels are a language of their own: their arguments have no Python types.
+# Triton's kernels are another language: their arguments have no Python types.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations

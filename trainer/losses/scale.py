@@ -1,6 +1,6 @@
 """Multiply a gradient by the incoming scalar, in float32, without asking the device what the scalar is."""
 
-# Triton's kernels are a language of their own: their arguments have no Python types.
+# Triton's kernels are another language: their arguments have no Python types.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
 def _long_then_short(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, first_short: int, scale: float
 ) -> torch.Tensor:
-    """The first documents through SDPA, those from `first_short` on through varlen; the long ones come first."""
+    """Send the long documents, which come first, through SDPA and those from `first_short` on through varlen."""
     lengths = layout.lengths
     if first_short == 0:
         return _varlen(query, key, value, layout, 0, scale)

@@ -18,6 +18,7 @@ from trainer.losses import kl_loss
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_every_method_of_this_package_is_measured_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HEADS, "tiny", HeadShape(16, 300))
     seen: list[loss.LossFigures] = []
@@ -51,6 +52,7 @@ def test_the_closed_form_is_the_loss_without_a_tail(lean: bool) -> None:
     torch.testing.assert_close((inputs.hidden.grad, inputs.head_weight.grad), expected)
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_file_and_refuses_unknown_names(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer", "bench-loss", "--rows", "8", "--repeats", "1", "--json"]
     done = subprocess.run([*command, "--method", "fused", "--out", str(tmp_path)], capture_output=True, text=True)

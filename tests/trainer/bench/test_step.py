@@ -11,6 +11,7 @@ import torch
 from trainer.bench import step
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_and_a_failing_one_is_a_row_with_its_error(tmp_path: Path) -> None:
     bench = step.StepBench("tiny", torch.device("cpu"), torch.float32)
     case = step.StepCase(64, "full", "documents", documents=2)

@@ -106,7 +106,7 @@ class Outcome:
     def relative_error(self, exact: Outcome, scale: Outcome | None = None) -> float:
         """The largest of: loss error over max(1, |loss|), norm-wise relative error of each gradient.
 
-        With `scale`, a gradient's error is relative to the larger of its own norm and that of `scale`: a student
+        With `scale`, a gradient's error is relative to the larger of its norm and that of `scale`: a student
         that is one-hot to rounding has a reverse KL whose gradient is far below the rounding of its logits.
         """
         scale = scale or exact

@@ -101,6 +101,7 @@ def test_a_student_with_dropout_is_refused_where_the_dropout_is(tmp_path: Path) 
         load_student(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_student_on_s3_is_trained_and_a_run_there_is_evaluated(
     cache_url: str, student: Path, tmp_path: Path, s3_url: str
 ) -> None:
