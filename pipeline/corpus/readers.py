@@ -27,6 +27,13 @@ PARQUET_BUFFER = 8 << 20  # bytes of a column chunk held at a time
 ZSTD_WINDOW = 1 << 31  # dumps packed with `zstd --long=31` need it; allocated only where a frame asks for it
 
 Unit = Literal["bytes", "rows", "file"]
+Compression = Literal["none", "gzip", "zstd"]
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+FORMATS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
+}
 
 
 @dataclass(slots=True)
@@ -41,29 +48,14 @@ class RawDocument:
 
 def file_format(url: str, corpus: CorpusConfig) -> tuple[str, str]:
     """Return (format, compression) of a file, by the job file or the file's name. Raises UsageError where neither tells."""
-    name = url.lower()
-    compression: str | None = corpus.compression
-    stem = name
-    for suffix, kind in ((".gz", "gzip"), (".zst", "zstd"), (".zstd", "zstd")):
+    name, compression = url.lower(), corpus.compression
+    for suffix, kind in COMPRESSIONS.items():
         if name.endswith(suffix):
-            stem = name[: -len(suffix)]
-            compression = compression or kind
-    compression = compression or "none"
-    if corpus.format is not None:
-        return corpus.format, compression
-    for suffix, kind in (
-        (".jsonl", "jsonl"),
-        (".ndjson", "jsonl"),
-        (".json", "jsonl"),
-        (".parquet", "parquet"),
-        (".txt", "text"),
-        (".text", "text"),
-        (".md", "text"),
-        (".rst", "text"),
-        (".py", "text"),
-    ):
-        if stem.endswith(suffix):
-            return kind, compression
+            name, compression = name.removesuffix(suffix), compression or kind
+            break
+    found: str | None = corpus.format or next((kind for suffix, kind in FORMATS.items() if name.endswith(suffix)), None)
+    if found is not None:
+        return found, compression or "none"
     raise UsageError(f"{url}: cannot tell the format from the name; set format: jsonl, parquet or text in the corpus")
 
 

@@ -92,8 +92,7 @@ def check_vllm() -> list[Finding]:
     if found is None:
         return [Finding("vllm", FAIL, why, "install what the constraints pin; teacher.engine=hf works without, slowly")]
     findings = [Finding("vllm", OK, found["version"])]
-    missing = found["fast_path_missing"]
-    if missing:
+    if missing := found["fast_path_missing"]:
         do = (
             "rows come by the public path, at 82 % of plain prefill on an H200 instead of 90 %; take a tested version "
             "(constraints/), or set teacher.fast_path=off to say that this is meant"
@@ -101,18 +100,11 @@ def check_vllm() -> list[Finding]:
         findings.append(Finding("vllm: fast path", WARN, missing, do))
     else:
         findings.append(Finding("vllm: fast path", OK, "the engine's tensors can be taken before objects are built"))
-    runner = found["v2_runner"]
-    if runner is False:
+    if found["v2_runner"] is False:
         do = (
             "the V1 runner holds a float32 log-softmax of a whole prefill chunk outside its memory profile: unset the "
             "variable, or lower gpu_memory_utilization and max_num_batched_tokens"
         )
-        findings.append(Finding("vllm: runner", WARN, "V1, by VLLM_USE_V2_MODEL_RUNNER=0", do))
-    else:
-        shown = {
-            True: "V2, by VLLM_USE_V2_MODEL_RUNNER",
-            None: "vLLM's own choice",
-            "unknown": "this vLLM has no switch",
-        }
-        findings.append(Finding("vllm: runner", OK, shown[runner]))
-    return findings
+        return [*findings, Finding("vllm: runner", WARN, "V1, by VLLM_USE_V2_MODEL_RUNNER=0", do)]
+    shown = {True: "V2, by VLLM_USE_V2_MODEL_RUNNER", None: "vLLM's choice", "unknown": "this vLLM has no switch"}
+    return [*findings, Finding("vllm: runner", OK, shown[found["v2_runner"]])]
