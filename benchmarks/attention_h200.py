@@ -19,12 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.bench.measure import GIB, machine, save, seconds
-from trainer.model.attention import (
-    KINDS,
-    DocumentLayout,
-    document_attention,
-    sdpa_causal,
-)
+from trainer.model.attention import KINDS, DocumentLayout, document_attention, sdpa_causal
 
 
 def measure(
@@ -44,16 +39,15 @@ def measure(
         return min(seconds(call, device, calls=10) for _ in range(repeats))
 
     num_heads, num_kv, size = heads
-    total = sum(lengths)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def projected(count: int) -> torch.Tensor:
-        # As a model lays them out: [1, T, H, D] seen as [1, H, T, D].
-        return torch.randn(1, total, count, size, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
-
-    q, k, v = projected(num_heads), projected(num_kv), projected(num_kv)
-    grad = torch.randn(1, total, num_heads, size, device=device, dtype=dtype)
     on_gpu = device.type == "cuda"
+
+    def random(count: int) -> torch.Tensor:
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        return torch.randn(1, sum(lengths), count, size, device=device, dtype=dtype)
+
+    # As a model lays them out: [1, T, H, D] seen as [1, H, T, D].
+    q, k, v = (random(count).transpose(1, 2).requires_grad_() for count in (num_heads, num_kv, num_kv))
+    grad = random(num_heads)
     with torch.no_grad():
         forward = timed(lambda: attend(q, k, v))
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
@@ -94,26 +88,23 @@ def run(
         row: dict[str, Any] = {"path": name, "layout": layout}
         try:
             row |= measure(attend, lengths, heads, device, repeats)
-            print(
-                f"{layout:>18} {name:>22}: forward {row['forward_tflops']:6.1f}, backward {row['backward_tflops']:6.1f} "
-                f"both {row['both_tflops']:6.1f} TFLOP/s, {row['both_ms']:8.2f} ms, {row['extra_gib']:5.2f} GiB",
-                flush=True,
-            )
+            shown = (
+                "forward {forward_tflops:6.1f}, backward {backward_tflops:6.1f}, both {both_tflops:6.1f} TFLOP/s, "
+                "{both_ms:8.2f} ms, {extra_gib:5.2f} GiB"
+            ).format(**row)
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-            print(f"{layout:>18} {name:>22}: {row['error']}", flush=True)
+            shown = row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        print(f"{layout:>18} {name:>22}: {shown}", flush=True)
         rows.append(row)
+
+    def packed(documents: DocumentLayout) -> Callable[..., torch.Tensor]:
+        return lambda q, k, v: document_attention(torch.nn.Module(), q, k, v, None, layout=documents)[0]
 
     scale = heads[2] ** -0.5
     add("plain causal, SDPA", "one document", (total,), lambda q, k, v: sdpa_causal(q, k, v, scale).transpose(1, 2))
     for layout, lengths in layouts.items():
         for kind in kinds:
-            documents = DocumentLayout(lengths, kind, device)
-
-            def attend(q, k, v, documents=documents):
-                return document_attention(torch.nn.Module(), q, k, v, None, layout=documents)[0]
-
-            add(kind, layout, lengths, attend)
+            add(kind, layout, lengths, packed(DocumentLayout(lengths, kind, device)))
     return rows
 
 

@@ -62,14 +62,7 @@ ALL_RUNS = (
     + ["online/seed1"]
 )
 PIECE = 4000  # characters of library source in a document
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Tokenised documents of each split."""
-
-    train: list[list[int]]
-    heldout: list[list[int]]
+Corpus = dict[str, list[list[int]]]  # tokenised documents of each split
 
 
 def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
@@ -85,7 +78,7 @@ def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens:
         source = path.read_text(encoding="utf-8", errors="ignore")
         texts.extend(source[start : start + PIECE] for start in range(0, len(source), PIECE))
     order = np.random.default_rng(0).permutation(len(texts))
-    splits: dict[str, list[list[int]]] = {"train": [], "heldout": []}
+    splits: Corpus = {"train": [], "heldout": []}
     wanted = {"train": train_tokens, "heldout": heldout_tokens}
     for index in order:
         split = "heldout" if index % 10 == 9 else "train"
@@ -94,7 +87,7 @@ def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens:
             if len(ids) >= 32:
                 splits[split].append(ids)
                 wanted[split] -= len(ids)
-    return Corpus(**splits)
+    return splits
 
 
 def random_text(max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
@@ -104,7 +97,7 @@ def random_text(max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corp
     def documents(tokens: int) -> list[list[int]]:
         return [(3 + 7 * rng.integers(0, 20, size=max_tokens // 2)).tolist() for _ in range(2 * tokens // max_tokens)]
 
-    return Corpus(documents(train_tokens), documents(heldout_tokens))
+    return {"train": documents(train_tokens), "heldout": documents(heldout_tokens)}
 
 
 @torch.no_grad()
@@ -138,7 +131,7 @@ def write_caches(
     """Write the same records into a cache of each codec."""
     records = [
         teacher_record(teacher, ids, f"{split}-{index:05d}", split, spec.top_k)
-        for split, documents in (("train", corpus.train), ("heldout", corpus.heldout))
+        for split, documents in corpus.items()
         for index, ids in enumerate(documents)
     ]
     caches = {}
@@ -211,15 +204,8 @@ def train(
     # Float32 has one path on a GPU; for bf16, varlen needs no compilation for each new shape.
     kind = "varlen" if run.master and device.type == "cuda" else "documents"
     optim = {"lr": arguments.lr, "warmup_steps": arguments.warmup, "master": run.master or "auto"}
-    config = TrainerConfig(
-        cache="memory",
-        student=str(folder),
-        teacher="live",
-        loss=run.loss,
-        data={"top_k": run.top_k},
-        optim=optim,
-        seed=arguments.seed,
-    )
+    sections = {"loss": run.loss, "data": {"top_k": run.top_k}, "optim": optim, "seed": arguments.seed}
+    config = TrainerConfig(cache="memory", student=str(folder), teacher="live", **sections)
     torch.manual_seed(arguments.seed)
     dtype = torch.bfloat16 if run.master else torch.float32
     model = student.load_student(folder, dtype=dtype, device=device).train()
@@ -246,7 +232,7 @@ def train(
 
 
 def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the claims in numbers: methods agree with each other, and students of the cache with the one of the live teacher."""
+    """Return the claims in numbers: methods against each other, students of the cache against the live teacher's."""
     by_run = {result["run"]: result for result in results}
     claims: dict[str, Any] = {}
     for other in ("forward_chunked", "fused"):

@@ -97,24 +97,21 @@ def run_case(
         done = time.perf_counter()
         lengths = sequence.document_lengths[: len(sequence.documents)]
         flops = step_flops(bench.model.config, bench.parameters, lengths)
+        attention = DocumentLayout(sequence.document_lengths, step.attention_kind, device).path(torch.bfloat16)
         rows.append(
-            {
-                "loss": result.loss,
-                "rows": result.rows,
-                "tokens": result.tokens,
+            vars(result)
+            | {
                 "documents": len(lengths),
                 "seconds": done - before,
                 "wait_s": ready - before,
                 "tflops": flops / (done - before) / 1e12,
-                "attention": DocumentLayout(sequence.document_lengths, step.attention_kind, device).path(
-                    torch.bfloat16
-                ),
+                "attention": attention,
                 "counted": number >= warmup,
             }
         )
         print(
             f"step {number + 1}: {rows[-1]['seconds']:.3f} s, waited {1e3 * rows[-1]['wait_s']:.1f} ms, {len(lengths)} "
-            f"documents ({rows[-1]['attention']}), {rows[-1]['tflops']:.0f} TFLOP/s of model work, loss {result.loss:.4f}",
+            f"documents ({attention}), {rows[-1]['tflops']:.0f} TFLOP/s of model work, loss {result.loss:.4f}",
             flush=True,
         )
     prefetcher.close()

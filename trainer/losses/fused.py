@@ -56,9 +56,7 @@ class Settings(NamedTuple):
     vocab_size: int
     chunk_size: int
     has_invalid: bool
-    need_hidden: bool
-    need_weight: bool
-    need_bias: bool
+    needed: list[bool]  # the gradients of hidden, head_weight, bias
     recompute: bool
     options: LossOptions
 
@@ -77,9 +75,8 @@ TENSORS = (
     "Tensor hidden, Tensor head_weight, Tensor? bias, Tensor topk_ids, Tensor topk_logprobs, Tensor tail_logprob, "
     "Tensor? labels, Tensor row_scale, Tensor loss_scale, Tensor? main_grad"
 )
-COUNTS = "int vocab_size, int chunk_size"
-FLAGS = "bool has_invalid, bool need_hidden, bool need_weight, bool need_bias, bool recompute"
-SCHEMA = f"({TENSORS}, {COUNTS}, {FLAGS}, {SCALARS}) -> (Tensor, Tensor, Tensor, Tensor)"
+SETTINGS = "int vocab_size, int chunk_size, bool has_invalid, bool[] needed, bool recompute"
+SCHEMA = f"({TENSORS}, {SETTINGS}, {SCALARS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
 def _row_kernel(logits: Tensor, top_k: int) -> Callable[..., Tensor]:
@@ -125,7 +122,7 @@ def fused_kl(
     rows = TeacherRows(topk_ids, topk_logprobs, tail_logprob)
     n, vocab_size, chunk_size = len(rows), asked.vocab_size, asked.chunk_size
     acc_dtype = accumulator_dtype(hidden.dtype)
-    need_hidden, need_weight, need_bias = (need and not asked.recompute for need in _needed(asked))
+    need_hidden, need_weight, need_bias = (need and not asked.recompute for need in asked.needed)
     write_grad = need_hidden or need_weight or need_bias
     head = head_weight[:vocab_size]
     head_t = head.t()
@@ -163,11 +160,6 @@ def fused_kl(
     return loss, grad_hidden, grad_weight, grad_bias
 
 
-def _needed(asked: Settings) -> tuple[bool, bool, bool]:
-    """Return which gradients are wanted: of the hidden states, of the head, of its bias."""
-    return asked.need_hidden, asked.need_weight, asked.need_bias
-
-
 def _weight_grad_dtype(head_weight: Tensor, main_grad: Tensor | None, rows: int, chunk_size: int) -> torch.dtype:
     """Return the head's own dtype if one product forms the gradient (it sums in float32, rounds once), else float32.
 
@@ -182,7 +174,7 @@ def _weight_grad_dtype(head_weight: Tensor, main_grad: Tensor | None, rows: int,
 def _(hidden, head_weight, bias, *args):  # type: ignore[no-untyped-def]
     main_grad, asked = args[6], Settings.of(args[7:])
     acc_dtype = accumulator_dtype(hidden.dtype)
-    need_hidden, need_weight, need_bias = (need and not asked.recompute for need in _needed(asked))
+    need_hidden, need_weight, need_bias = (need and not asked.recompute for need in asked.needed)
     weight_dtype = _weight_grad_dtype(head_weight, main_grad, hidden.shape[0], asked.chunk_size)
     return (
         hidden.new_empty((), dtype=acc_dtype),
@@ -239,12 +231,13 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     if ctx.dtype == torch.float16:
         factor = factor * loss_scale / FP16_SCALE
     scale = scaled if traced else scaled_in_place
-    out_hidden = scale(grad_hidden, factor, ctx.dtype) if asked.need_hidden else None
-    out_bias = scale(grad_bias, factor, ctx.bias_dtype) if asked.need_bias else None
+    need_hidden, need_weight, need_bias = asked.needed
+    out_hidden = scale(grad_hidden, factor, ctx.dtype) if need_hidden else None
+    out_bias = scale(grad_bias, factor, ctx.bias_dtype) if need_bias else None
     out_weight = None
-    if asked.need_weight and ctx.main_grad is not None:
+    if need_weight and ctx.main_grad is not None:
         ctx.main_grad.data.addcmul_(grad_weight, factor.to(grad_weight.dtype))
-    elif asked.need_weight:
+    elif need_weight:
         out_weight = scale(grad_weight, factor, ctx.dtype)
     return (out_hidden, out_weight, out_bias, *unused)
 
@@ -265,9 +258,9 @@ def _differentiable_grads(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, .
             asked.options,
             asked.chunk_size,
         )
-    wanted = [x for x, need in zip((hidden, head_weight, bias), _needed(asked), strict=True) if need]
+    wanted = [x for x, need in zip((hidden, head_weight, bias), asked.needed, strict=True) if need]
     found = iter(torch.autograd.grad(loss, wanted, grad_loss, create_graph=True))
-    return tuple(next(found) if need else None for need in _needed(asked))
+    return tuple(next(found) if need else None for need in asked.needed)
 
 
 fused_kl.register_autograd(_backward, setup_context=_setup_context)
@@ -290,8 +283,7 @@ def fused_loss(
     Raises ValueError for a main_grad of another shape or dtype, RuntimeError for one under torch.compile.
     """
     grad_enabled = torch.is_grad_enabled()
-    need_weight = grad_enabled and head_weight.requires_grad
-    main_grad = getattr(head_weight, "main_grad", None) if need_weight else None
+    main_grad = getattr(head_weight, "main_grad", None) if grad_enabled and head_weight.requires_grad else None
     if main_grad is not None:
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -306,16 +298,8 @@ def fused_loss(
     # bf16 and float32 hold the mean's gradient; fp16 would flush it to zero (see FP16_SCALE).
     scale = torch.full_like(loss_scale, FP16_SCALE) if hidden.dtype == torch.float16 else loss_scale
     row_scale = scale.expand(len(rows)) if rows.valid is None else rows.valid * scale
-    asked = Settings(
-        vocab_size,
-        chunk_size,
-        has_invalid=rows.valid is not None,
-        need_hidden=grad_enabled and hidden.requires_grad,
-        need_weight=need_weight,
-        need_bias=grad_enabled and bias is not None and bias.requires_grad,
-        recompute=recompute,
-        options=options,
-    )
+    needed = [grad_enabled and x is not None and x.requires_grad for x in (hidden, head_weight, bias)]
+    asked = Settings(vocab_size, chunk_size, rows.valid is not None, needed, recompute, options)
     tensors = (hidden, head_weight, bias, rows.topk_ids, rows.topk_logprobs, rows.tail_logprob, labels)
     loss: Tensor = fused_kl(*tensors, row_scale.contiguous(), loss_scale, main_grad, *asked.flat())[0]
     return loss

@@ -83,7 +83,7 @@ def test_the_operator_passes_torchs_own_checks() -> None:
         torch.full((6,), 1 / 6),
         torch.tensor(1 / 6),
         None,
-        *Settings(101, 4, False, True, True, False, False, LossOptions()).flat(),
+        *Settings(101, 4, False, [True, True, False], False, LossOptions()).flat(),
     )
     torch.library.opcheck(fused_kl, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
