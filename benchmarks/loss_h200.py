@@ -1,4 +1,4 @@
-"""Everything about the loss that needs a GPU, in one call: kernel variants, products, whole losses, a profile.
+"""Everything about the loss that needs a GPU, in one call: kernel variants, whole losses, a profile.
 
     python benchmarks/loss_h200.py OUT [section ...]
 
@@ -20,11 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.bench.loss import Method, fused, make_inputs, measure, methods, run_benchmark
-from trainer.bench.measure import kernels, machine, release_memory, save, seconds, time_ms
+from trainer.bench.measure import kernels, machine, release_memory, save, time_ms
 from trainer.bench.shapes import HEADS
 from trainer.losses import row_triton
 from trainer.losses.options import LossOptions
-from trainer.losses.products import weight_grad
 
 DEVICE = torch.device("cuda")
 LLAMA_3B = HEADS["llama-3.2-3b"]
@@ -93,42 +92,6 @@ def row_kernel() -> Any:
     return found
 
 
-def sustained(call: Callable[[], Any], warmup_s: float = 0.35) -> float:
-    """Return the mean ms under continuous load: a cool GPU runs products up to 15 % faster for the first tens of ms."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < warmup_s:
-        seconds(call, DEVICE, calls=10)
-    return 1e3 * seconds(call, DEVICE, calls=30)
-
-
-def products_at(n: int) -> dict[str, float]:
-    """Return the TFLOP/s of the three products for a chunk of n rows, under continuous load."""
-    d, v = LLAMA_3B
-    head = torch.randn(v, d, device=DEVICE, dtype=torch.bfloat16) * d**-0.5
-    hidden = torch.randn(n, d, device=DEVICE, dtype=torch.bfloat16)
-    # Values like those of a gradient: power, and so the clock, depend on them.
-    grad = torch.softmax(hidden @ head.t(), dim=1)
-    logits, out = torch.empty_like(grad), torch.empty_like(hidden)
-    acc, half = torch.zeros(v, d, device=DEVICE), torch.zeros_like(head)
-    calls: dict[str, Callable[[], Any]] = {
-        "logits": lambda: torch.mm(hidden, head.t(), out=logits),
-        "dH": lambda: torch.mm(grad, head, out=out),
-        "dW fp32 +=": lambda: weight_grad(grad, hidden, acc, True),
-        "dW fp32 =": lambda: weight_grad(grad, hidden, acc, False),
-        "dW bf16 =": lambda: weight_grad(grad, hidden, half, False),
-    }
-    return {name: 2 * n * d * v / 1e9 / sustained(call) for name, call in calls.items()}
-
-
-def products() -> Any:
-    """Measure the three products by rows of a chunk."""
-    found = {}
-    for n in (1408, 2048, 2816, 3072, 4096):
-        found[n] = products_at(n)
-        say(f"chunk {n}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in found[n].items()))
-    return found
-
-
 def chunks() -> Any:
     """Measure the whole loss at 32,768 rows by chunk, between two measurements of both closed forms."""
     closed = {name: methods()[name] for name in ("closed_form", "closed_form_lean")}
@@ -175,7 +138,7 @@ def profile() -> Any:
 
 
 SECTIONS: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (row_kernel, products, chunks, single_chunk, profile, all_methods, whole_logits, heads, long)
+    f.__name__: f for f in (row_kernel, chunks, single_chunk, profile, all_methods, whole_logits, heads, long)
 }
 
 
