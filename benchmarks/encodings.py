@@ -19,6 +19,7 @@ import math
 import platform
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,23 @@ LARGE_VOCAB = 262_144
 
 
 def load(url: str, rows: int) -> tuple[teachercache.CacheSpec, list[Record]]:
+    """The spec, and records without what the corpus says of them until they have that many rows."""
     cache = teachercache.open(url)
-    records, count = [], 0
-    for record in cache.records():
-        records.append(dataclasses.replace(record, split="train", source="all", meta={}))
-        count += len(record.row_pos)
-        if count >= rows:
-            break
-    return cache.spec, records
+    records = (dataclasses.replace(r, split="train", source="all", meta={}) for r in cache.records())
+    return cache.spec, groups_of(records, rows)[0]
+
+
+def groups_of(records: Iterable[Record], rows: int) -> list[list[Record]]:
+    """Cut records into groups of at least `rows` rows; the last may have fewer."""
+    groups: list[list[Record]] = [[]]
+    held = 0
+    for record in records:
+        if held >= rows:
+            groups.append([])
+            held = 0
+        groups[-1].append(record)
+        held += len(record.row_pos)
+    return groups
 
 
 def with_large_vocabulary(records: list[Record], vocab_size: int) -> list[Record]:
@@ -54,40 +64,21 @@ def with_large_vocabulary(records: list[Record], vocab_size: int) -> list[Record
     return [dataclasses.replace(r, topk_ids=to[r.topk_ids], input_ids=to[r.input_ids]) for r in records]
 
 
-def row_groups(records: list[Record], rows: int) -> list[list[Record]]:
-    groups: list[list[Record]] = [[]]
-    held = 0
-    for record in records:
-        groups[-1].append(record)
-        held += len(record.row_pos)
-        if held >= rows:
-            groups.append([])
-            held = 0
-    return [g for g in groups if g]
-
-
-def measure(
-    codec: Any, records: list[Record], folder: Path, *, group: int = 16_384, **override: Any
-) -> dict[str, float]:
-    """Write, count, read back."""
+def measure(codec: Any, records: list[Record], folder: Path, group: int = 16_384, **override: Any) -> dict[str, float]:
+    """Write, count, read back; `override` replaces options of the Parquet writer."""
     rows = sum(len(r.row_pos) for r in records)
     path = folder / "x.parquet"
     began = time.process_time()
-    writer = None
-    for part in row_groups(records, group):
-        table = codec.encode(Block.from_records(part))
-        if writer is None:
-            options = codec.writer_options(table.schema)
-            encodings = options["column_encoding"] | override.pop("column_encoding", {})
-            dictionary = override.pop("use_dictionary", options["use_dictionary"])
-            if dictionary:
-                encodings = {k: v for k, v in encodings.items() if k not in dictionary}
-            options |= {"column_encoding": encodings, "use_dictionary": dictionary} | override
-            schema = table.schema.with_metadata(codec.opening_metadata())
-            writer = pq.ParquetWriter(path, schema, **options)
-        writer.write_table(table, row_group_size=len(table))
-    assert writer is not None
-    writer.close()
+    tables = [codec.encode(Block.from_records(part)) for part in groups_of(records, group)]
+    schema = tables[0].schema.with_metadata(codec.opening_metadata())
+    options = codec.writer_options(schema)
+    encodings = options["column_encoding"] | override.pop("column_encoding", {})
+    options |= override
+    dictionary = options["use_dictionary"] or ()
+    options["column_encoding"] = {name: kind for name, kind in encodings.items() if name not in dictionary}
+    with pq.ParquetWriter(path, schema, **options) as writer:
+        for table in tables:
+            writer.write_table(table, row_group_size=len(table))
     encode = time.process_time() - began
     best = math.inf
     for _ in range(3):
@@ -117,23 +108,18 @@ def columns_of(records: list[Record], spec: teachercache.CacheSpec, codec_name: 
     return {name: round(size / rows, 2) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
 
 
-class HalfCodec(OpenCodec):
-    """Real float16 instead of float32 that holds float16 values."""
+class RecastCodec(OpenCodec):
+    """The open codec with other types of its lists of K: the types of topk_ids and topk_logprobs in a row."""
+
+    def __init__(self, top_k: int, **types: pa.DataType) -> None:
+        super().__init__(top_k)
+        self.types = types
 
     def encode(self, block: Block, meta_types: Any = None) -> pa.Table:
         table = super().encode(block, meta_types)
-        i = table.schema.get_field_index("topk_logprobs")
-        return table.set_column(i, "topk_logprobs", table.column(i).cast(pa.list_(pa.list_(pa.float16(), self.top_k))))
-
-
-class ListCodec(OpenCodec):
-    """list<list<>> instead of list<fixed_size_list<>>."""
-
-    def encode(self, block: Block, meta_types: Any = None) -> pa.Table:
-        table = super().encode(block, meta_types)
-        for name, kind in (("topk_ids", pa.int32()), ("topk_logprobs", pa.float32())):
+        for name, kind in self.types.items():
             i = table.schema.get_field_index(name)
-            table = table.set_column(i, name, table.column(i).cast(pa.list_(pa.list_(kind))))
+            table = table.set_column(i, name, table.column(i).cast(pa.list_(kind)))
         return table
 
 
@@ -173,27 +159,27 @@ def compact_loss(spec: teachercache.CacheSpec, records: list[Record]) -> dict[st
 
 def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, quick: bool) -> dict[str, Any]:
     k, vocab = spec.top_k, spec.tokenizer.vocab_size
-    variants: dict[str, tuple[Any, dict[str, Any]]] = {"open (as shipped)": (OpenCodec(k), {})}
-    variants["compact (as shipped)"] = (get_codec("compact", k, vocab), {})
-    if not quick:
-        for level in (1, 3, 9, 15):
-            variants[f"zstd {level}"] = (OpenCodec(k), {"compression_level": level})
-        variants["snappy"] = (OpenCodec(k), {"compression": "snappy", "compression_level": None})
-        variants["no compression"] = (OpenCodec(k), {"compression": "none", "compression_level": None})
-        variants["ids plain"] = (OpenCodec(k), {"column_encoding": {IDS: "PLAIN"}})
-        variants["ids delta"] = (OpenCodec(k), {"column_encoding": {IDS: "DELTA_BINARY_PACKED"}})
-        variants["ids dictionary"] = (OpenCodec(k), {"use_dictionary": [IDS], "dictionary_pagesize_limit": 2**22})
-        variants["log-probabilities plain"] = (OpenCodec(k), {"column_encoding": {LOGPROBS: "PLAIN"}})
-        variants["log-probabilities dictionary"] = (
-            OpenCodec(k),
-            {"use_dictionary": [LOGPROBS], "dictionary_pagesize_limit": 2**22},
-        )
-        variants["real float16"] = (HalfCodec(k), {})
-        variants["list of lists"] = (ListCodec(k), {})
-        for size in (2**16, 2**18, 2**20, 2**24):
-            variants[f"pages of {size // 1024} KiB"] = (OpenCodec(k), {"data_page_size": size})
-        for group in (4096, 8192, 65536):
-            variants[f"row groups of {group} rows"] = (OpenCodec(k), {"group": group})
+    lists = {"topk_ids": pa.list_(pa.int32()), "topk_logprobs": pa.list_(pa.float32())}
+    dictionary = {"dictionary_pagesize_limit": 2**22}
+    shipped = {"open (as shipped)": (OpenCodec(k), {}), "compact (as shipped)": (get_codec("compact", k, vocab), {})}
+    options: dict[str, dict[str, Any]] = {
+        **{f"zstd {level}": {"compression_level": level} for level in (1, 3, 9, 15)},
+        "snappy": {"compression": "snappy", "compression_level": None},
+        "no compression": {"compression": "none", "compression_level": None},
+        "ids plain": {"column_encoding": {IDS: "PLAIN"}},
+        "ids delta": {"column_encoding": {IDS: "DELTA_BINARY_PACKED"}},
+        "ids dictionary": {"use_dictionary": [IDS], **dictionary},
+        "log-probabilities plain": {"column_encoding": {LOGPROBS: "PLAIN"}},
+        "log-probabilities dictionary": {"use_dictionary": [LOGPROBS], **dictionary},
+        **{f"pages of {size // 1024} KiB": {"data_page_size": size} for size in (2**16, 2**18, 2**20, 2**24)},
+        **{f"row groups of {group} rows": {"group": group} for group in (4096, 8192, 65536)},
+    }
+    others = {
+        "real float16": (RecastCodec(k, topk_logprobs=pa.list_(pa.float16(), k)), {}),
+        "list of lists": (RecastCodec(k, **lists), {}),
+        **{name: (OpenCodec(k), option) for name, option in options.items()},
+    }
+    variants: dict[str, tuple[Any, dict[str, Any]]] = shipped | ({} if quick else others)
     found = {}
     for name, (codec, options) in variants.items():
         found[name] = measure(codec, records, folder, **options)

@@ -21,7 +21,6 @@ RESULTS = Path(__file__).parent / "results/teacher_rows_h200.json"
 MEASURED_PARAMETERS = 8.03e9
 MEASURED_RATE = float(json.loads(RESULTS.read_text())["pipeline"]["tokens_per_s"])  # of one H200, committed rows
 BYTES_PER_ROW = {"open": 280, "compact": 190}  # K = 100
-SHARD_TOKENS = 2_000_000
 SECONDS_PER_HOUR = 3600
 
 
