@@ -52,13 +52,17 @@ def test_same_inputs_twice_give_bitwise_equal_results() -> None:
     assert torch.equal(first.head_weight, second.head_weight)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_torch_compile_sees_one_graph(recompute: bool) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [{"recompute": False}, {"recompute": True}, {"options": LossOptions(temperature=2.0), "softcap": 5.0}],
+    ids=str,
+)
+def test_torch_compile_sees_one_graph(call: dict) -> None:
     case = make_case(n=20)
     hidden, head = case.hidden.requires_grad_(), case.head_weight.requires_grad_()
 
     def step(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, tail: torch.Tensor):
-        return kl_loss(h * 2, w, TeacherRows(ids, logprobs, tail), chunk_size=8, recompute=recompute) / 3
+        return kl_loss(h * 2, w, TeacherRows(ids, logprobs, tail), chunk_size=8, **call) / 3
 
     args = (hidden, head, case.rows.topk_ids, case.rows.topk_logprobs, case.rows.tail_logprob)
     torch.compile(step, fullgraph=True, backend="aot_eager")(*args).backward()
