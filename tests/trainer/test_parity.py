@@ -29,7 +29,8 @@ def test_every_method_gives_the_same_training_curve(tmp_path: Path, tail: str) -
     for method in ("dense", "forward_chunked", "fused"):
         settings = {"cache": "", "student": "", "loss": {"method": method, "tail": tail, "chunk_size": 37}}
         model = student.load_student(folder, dtype=torch.float64, device=torch.device("cpu")).train()
-        optimizer = torch.optim.AdamW(model.parameters())
+        # Adam divides by the root of v: with the usual eps of 1e-8, gradients near 0 make rounding a visible difference.
+        optimizer = torch.optim.AdamW(model.parameters(), eps=1e-6)
         config = TrainerConfig.model_validate(settings)
         step = Step(model, optimizer, config, attention_kind="documents", vocab_size=320)
         curves[method] = torch.tensor([step.run([sequence], lr=5e-3).loss for sequence in sequences])
@@ -40,6 +41,6 @@ def test_every_method_gives_the_same_training_curve(tmp_path: Path, tail: str) -
         print(
             f"{tail}, {method}: loss {curve[0]:.4f} -> {curve[-1]:.4f}; difference of losses {gap:.1e}, of weights {moved:.1e}"
         )
-        assert moved < 1e-9
+        assert moved < 1e-12
         assert gap < 3e-7  # the loss itself is reported in float32
         assert curve[-1] < 0.7 * curve[0]
