@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -75,18 +75,20 @@ def act(guarded: Guarded, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.slow
-def test_the_writers_policy_is_enough_for_a_whole_job(guarded: Guarded, tmp_path: Path, monkeypatch) -> None:
-    tree = job_tree(
-        "s3://teachercache/small",
-        make_tokenizer(tmp_path / "model"),
-        make_corpus(tmp_path / "c.jsonl"),
-        executor="inline",
-    )
+@pytest.fixture(scope="module")
+def cached(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The results of a whole job and of the same job again, run with the writer's keys."""
+    folder = tmp_path_factory.mktemp("job")
+    model, corpus = make_tokenizer(folder / "model"), make_corpus(folder / "c.jsonl")
+    job = parse_job(job_tree("s3://teachercache/small", model, corpus, executor="inline"))
+    with pytest.MonkeyPatch.context() as patch:
+        act(guarded, "writer", patch)
+        return [run_job(job, say=lambda text: None) for _ in range(2)]
+
+
+def test_the_writers_policy_is_enough_for_a_whole_job(guarded: Guarded, cached: list[Any], monkeypatch) -> None:
     act(guarded, "writer", monkeypatch)
-    job = parse_job(tree)
-    for committed in (5, 0):  # and once more: nothing to do
-        result = run_job(job, say=lambda text: None)
+    for result, committed in zip(cached, (5, 0), strict=True):  # the second time there is nothing to do
         assert result.outcome.tally.committed == committed
         assert result.manifest is not None
         assert result.manifest.complete
@@ -96,7 +98,7 @@ def test_the_writers_policy_is_enough_for_a_whole_job(guarded: Guarded, tmp_path
             store.delete(path)
 
 
-def test_the_reader_reads_everything_and_writes_nothing(guarded: Guarded, monkeypatch) -> None:
+def test_the_reader_reads_everything_and_writes_nothing(guarded: Guarded, cached: list[Any], monkeypatch) -> None:
     act(guarded, "reader", monkeypatch)
     cache = teachercache.open("s3://teachercache/small")
     assert sum(len(record.row_pos) for record in cache.records()) == cache.manifest.rows
@@ -107,7 +109,9 @@ def test_the_reader_reads_everything_and_writes_nothing(guarded: Guarded, monkey
         store.delete("spec.json")
 
 
-def test_the_collectors_policy_is_enough_for_gc_but_not_for_the_identity(guarded: Guarded, monkeypatch) -> None:
+def test_the_collectors_policy_is_enough_for_gc_but_not_for_the_identity(
+    guarded: Guarded, cached: list[Any], monkeypatch
+) -> None:
     act(guarded, "writer", monkeypatch)
     store = teachercache.Store.open("s3://teachercache/small")
     spec = teachercache.open("s3://teachercache/small").spec
