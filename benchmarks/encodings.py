@@ -29,7 +29,8 @@ import pyarrow.parquet as pq
 
 import teachercache
 from teachercache.format.record import Record, check_record
-from teachercache.parquet.codecs import Block, get_codec
+from teachercache.parquet.block import Block
+from teachercache.parquet.codecs import get_codec
 from teachercache.parquet.columns import LEAF
 from teachercache.parquet.open import OpenCodec
 

@@ -242,14 +242,10 @@ def doctor(
     Example: python -m pipeline doctor job.yaml
     """
     from pipeline.watching.doctor import examine_pipeline
-    from teachercache import doctor as common
+    from teachercache.doctor import print_findings
 
     findings = examine_pipeline(_cache_of(target, overrides) if target else None, write=not read_only)
-    if as_json:
-        print_json(common.as_json(findings), indent=None)
-    else:
-        common.print_findings(findings, text_console())
-    raise typer.Exit(common.verdict(findings))
+    raise typer.Exit(print_findings(findings, as_json=as_json, indent=None))
 
 
 @app.command()

@@ -17,27 +17,7 @@ from teachercache.write.writer import CacheWriter, create
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cache",
-    "CacheSpec",
-    "CacheWriter",
-    "Commit",
-    "CommitResult",
-    "Ledger",
-    "Manifest",
-    "Plan",
-    "PlanShard",
-    "Quarantine",
-    "Record",
-    "Store",
-    "TeacherSpec",
-    "TokenizerSpec",
-    "check_record",
-    "content_key",
-    "create",
-    "errors",
-    "fingerprint_config",
-    "fingerprint_tokenizer",
-    "fingerprint_weights",
-    "open",
-    "tail_from_logprobs",
-]
+    "Cache", "CacheSpec", "CacheWriter", "Commit", "CommitResult", "Ledger", "Manifest", "Plan", "PlanShard",
+    "Quarantine", "Record", "Store", "TeacherSpec", "TokenizerSpec", "check_record", "content_key", "create", "errors",
+    "fingerprint_config", "fingerprint_tokenizer", "fingerprint_weights", "open", "tail_from_logprobs",
+]  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -93,12 +93,8 @@ app = typer.Typer(
     epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3 endpoint and keys: AWS_ENDPOINT_URL and the usual chain.",
 )
 
-Url = Annotated[
-    str, typer.Argument(help="The cache: s3://bucket/prefix, file:///folder or a path.", show_default=False)
-]
-ManifestNumber = Annotated[
-    int | None, typer.Option("--manifest", "-m", help="Pin this manifest instead of the newest.")
-]
+Url = Annotated[str, typer.Argument(help="s3://bucket/prefix, file:///folder or a path.", show_default=False)]
+ManifestNumber = Annotated[int | None, typer.Option("--manifest", "-m", help="Pin this manifest, not the newest.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 Split = Annotated[str | None, typer.Option(help="Only this split.")]
 Source = Annotated[str | None, typer.Option(help="Only this source.")]
@@ -114,12 +110,18 @@ def opened(url: str, manifest: int | None = None) -> Cache:
     return cache
 
 
+def answer(text: str, value: Any, as_json: bool) -> None:
+    """Print a command's answer: as text, or the value as JSON."""
+    if as_json:
+        print_json(value)
+    elif text:
+        print(text)
+
+
 @app.command()
 def ls(
     url: Url,
-    files: Annotated[
-        bool, typer.Option("--files", help="Print the data files of the cache at URL, one a line.")
-    ] = False,
+    files: Annotated[bool, typer.Option("--files", help="Print the data files of one cache, one a line.")] = False,
     manifest: ManifestNumber = None,
     split: Split = None,
     source: Source = None,
@@ -136,12 +138,8 @@ def ls(
     """
     if files:
         cache = opened(url, manifest)
-        entries = cache.files(split, source)
-        if json_:
-            print_json([{"url": cache.file_url(e), **e.model_dump(mode="json")} for e in entries])
-        else:
-            for entry in entries:
-                print(cache.file_url(entry))
+        named = {cache.file_url(entry): entry for entry in cache.files(split, source)}
+        answer("\n".join(named), [{"url": at} | entry.model_dump(mode="json") for at, entry in named.items()], json_)
         return
     found = [describe(store) for store in find_caches(Store.open(url), depth)]
     broken = any(item["state"] == "unreadable" for item in found)
@@ -150,16 +148,12 @@ def ls(
         raise typer.Exit(int(broken))
     if not found:
         raise NotACache(f"there is no cache at {url} or up to {depth} levels below; check the URL, or raise --depth.")
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("cache", "teacher"):
-        table.add_column(name, overflow="fold")
-    for name in ("K", "manifest", "rows", "bytes"):
-        table.add_column(name, justify="right")
-    table.add_column("state")
+    texts = [Column(name, overflow="fold") for name in ("cache", "teacher")]
+    numbers = [Column(name, justify="right") for name in ("K", "manifest", "rows", "bytes")]
+    table = Table(*texts, *numbers, "state", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for item in found:
-        number = "" if item["manifest"] is None else str(item["manifest"])
-        numbers = (str(item["top_k"] or ""), number, f"{item['rows']:,}", f"{item['bytes']:,}")
-        table.add_row(Text(item["url"]), Text(item["teacher"]), *numbers, item["state"])
+        counts = (str(item["top_k"] or ""), str(item["manifest"] or ""), f"{item['rows']:,}", f"{item['bytes']:,}")
+        table.add_row(Text(item["url"]), Text(item["teacher"]), *counts, item["state"])
     text_console().print(table)
     raise typer.Exit(int(broken))
 
@@ -175,28 +169,18 @@ def find_caches(store: Store, depth: int) -> Iterator[Store]:
 
 def describe(store: Store) -> dict[str, Any]:
     """Return one line of `ls`. An unreadable cache becomes one warning on stderr; the others are still listed."""
+    line: dict[str, Any] = {"url": store.url, "teacher": "", "top_k": None, "manifest": None, "rows": 0, "bytes": 0}
     try:
-        return _described(store)
+        ledger = Ledger(store)
+        spec, manifest = ledger.spec(), ledger.newest_manifest()
     except (CorruptFile, MissingObject, UnsafeManifest, UnsupportedFormat) as error:
         note(f"{store.url}: {error} [{error.code}]")
-        unknown: dict[str, Any] = {"url": store.url, "teacher": "", "top_k": None, "manifest": None}
-        return unknown | {"rows": 0, "bytes": 0, "state": "unreadable"}
-
-
-def _described(store: Store) -> dict[str, Any]:
-    ledger = Ledger(store)
-    spec, numbers = ledger.spec(), ledger.manifest_numbers()
-    line: dict[str, Any] = {"url": store.url, "teacher": spec.teacher.name, "top_k": spec.top_k, "manifest": None}
-    if not numbers:
-        return line | {"rows": 0, "bytes": 0, "state": "not published"}
-    manifest = ledger.manifest(numbers[-1])
-    state = "complete" if manifest.complete else "incomplete"
-    return line | {
-        "manifest": manifest.number,
-        "rows": manifest.rows,
-        "bytes": sum(f.size for f in manifest.files),
-        "state": state,
-    }
+        return line | {"state": "unreadable"}
+    line |= {"teacher": spec.teacher.name, "top_k": spec.top_k}
+    if manifest is None:
+        return line | {"state": "not published"}
+    line |= {"manifest": manifest.number, "rows": manifest.rows, "bytes": sum(f.size for f in manifest.files)}
+    return line | {"state": "complete" if manifest.complete else "incomplete"}
 
 
 @app.command("show")
@@ -267,16 +251,12 @@ def verify(
     pinned = None if manifest is None else opened(url, manifest).manifest
     with progress_bar("verifying") as progress:
         found = run_verify(store, spec, pinned, sample=sample, threads=threads, progress=progress)
-    if json_:
-        print_json(dataclasses.asdict(found) | {"ok": found.ok})
-    else:
-        for problem in found.problems:
-            print(f"{problem.code} {problem.message}")
-        what = f"{found.files_read} of {found.files} files read, {found.records:,} records, {found.rows:,} rows"
-        number = "no manifest" if found.manifest is None else f"manifest {found.manifest}"
-        print(f"{'ok' if found.ok else f'{len(found.problems)} problems'}: {number}, {what}")
-    if not found.ok:
-        raise typer.Exit(1)
+    lines = [f"{problem.code} {problem.message}" for problem in found.problems]
+    number = "no manifest" if found.manifest is None else f"manifest {found.manifest}"
+    what = f"{found.files_read} of {found.files} files read, {found.records:,} records, {found.rows:,} rows"
+    lines.append(f"{'ok' if found.ok else f'{len(lines)} problems'}: {number}, {what}")
+    answer("\n".join(lines), dataclasses.asdict(found) | {"ok": found.ok}, json_)
+    raise typer.Exit(int(not found.ok))
 
 
 @app.command()
@@ -289,14 +269,9 @@ def doctor(
 
     Example: teachercache doctor s3://bucket/cache     Ray and vLLM: python -m pipeline doctor
     """
-    from teachercache.doctor import as_json, examine, print_findings, verdict
+    from teachercache.doctor import examine, print_findings
 
-    findings = examine(url, write=not read_only)
-    if json_:
-        print_json(as_json(findings))
-    else:
-        print_findings(findings, text_console())
-    raise typer.Exit(verdict(findings))
+    raise typer.Exit(print_findings(examine(url, write=not read_only), as_json=json_))
 
 
 @app.command()
@@ -317,10 +292,7 @@ def report(
     with progress_bar("reading") as progress:
         page = make_report(cache, sample_files=files, progress=progress)
     to.write_text(page, encoding="utf-8")
-    if json_:
-        print_json({"report": str(to), "manifest": cache.manifest.number})
-    else:
-        print(to)
+    answer(str(to), {"report": str(to), "manifest": cache.manifest.number}, json_)
 
 
 @app.command()
@@ -338,10 +310,8 @@ def export(
     cache = opened(url, manifest)
     with progress_bar("exporting") as progress:
         written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
-    if json_:
-        print_json({"files": [str(path) for path in written], "manifest": cache.manifest.number})
-    else:
-        print(f"{len(written)} files in {to}")
+    value = {"files": [str(path) for path in written], "manifest": cache.manifest.number}
+    answer(f"{len(written)} files in {to}", value, json_)
 
 
 @app.command()
@@ -377,12 +347,11 @@ def optimize(
             allow_repeated_content=allow_repeated_content,
             progress=progress,
         )
-    if json_:
-        print_json({**dataclasses.asdict(done), "manifest": done.manifest.number})
-        return
-    print(
+    answer(
         f"manifest {done.manifest.number}: {done.files_before} files of {done.bytes_before:,} bytes are now "
-        f"{done.files_after} of {done.bytes_after:,}; {done.removed} records removed"
+        f"{done.files_after} of {done.bytes_after:,}; {done.removed} records removed",
+        dataclasses.asdict(done) | {"manifest": done.manifest.number},
+        json_,
     )
 
 
@@ -390,9 +359,7 @@ def optimize(
 def gc(
     url: Url,
     delete: Annotated[bool, typer.Option("--delete", help="Really remove; without it nothing is touched.")] = False,
-    keep_manifests: Annotated[
-        int | None, typer.Option(min=1, help="Expire all manifests but this many of the newest.")
-    ] = None,
+    keep_manifests: Annotated[int | None, typer.Option(min=1, help="Expire all but this many of the newest.")] = None,
     grace_days: Annotated[float, typer.Option(help="Age at which an upload without a commit goes.")] = GRACE_DAYS,
     json_: Json = False,
 ) -> None:
@@ -406,21 +373,14 @@ def gc(
     found = collect(
         store, Ledger(store).spec(), grace_seconds=grace_days * 86400, keep_manifests=keep_manifests, dry_run=not delete
     )
-    if json_:
-        paths = {
-            name: [o.path for o in getattr(found, name)]
-            for name in ("manifests", "void", "orphans", "replaced", "scratch")
-        }
-        print_json(
-            {"deleted": delete, "bytes": found.bytes, "kept_files": found.kept_files, "waiting": found.waiting, **paths}
-        )
-        return
-    for item in found.objects:
-        print(f"{'deleted' if delete else 'would delete'} {item.path} {item.size:,}")
-    print(
+    kinds = ("manifests", "void", "orphans", "replaced", "scratch")
+    counts = {"deleted": delete, "bytes": found.bytes, "kept_files": found.kept_files, "waiting": found.waiting}
+    lines = [f"{'deleted' if delete else 'would delete'} {item.path} {item.size:,}" for item in found.objects]
+    lines.append(
         f"{len(found.objects)} objects, {found.bytes:,} bytes; {found.kept_files} data files kept, "
         f"{found.waiting} uploads without a commit still within {grace_days:g} days"
     )
+    answer("\n".join(lines), counts | {kind: [o.path for o in getattr(found, kind)] for kind in kinds}, json_)
 
 
 def main() -> None:

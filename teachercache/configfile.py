@@ -111,7 +111,7 @@ def nearest_key(
 ) -> str:
     """Return the known key most like `location`: first by its last part, wherever that is, then as a whole."""
     names = other_names or {}
-    known = list(_known_keys(model))
+    known = [key.key for key in describe(model)]
     asked = ".".join(ANY_ENTRY if isinstance(part, int) else names.get(part, part) for part in location)
     leaves = {key.rsplit(".", 1)[-1] for key in known}
     alike = difflib.get_close_matches(asked.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)
@@ -121,14 +121,6 @@ def nearest_key(
         if isinstance(part, int):
             nearest = nearest.replace(ANY_ENTRY, str(part), 1)
     return nearest
-
-
-def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key; an entry of a list of sections is called `*`."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for section, in_list in _sections(field.annotation):
-            yield from _known_keys(section, f"{prefix}{name}.{ANY_ENTRY + '.' if in_list else ''}")
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:

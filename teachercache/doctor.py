@@ -9,19 +9,19 @@ Every finding says what was looked at, what was found and what to do. What belon
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from teachercache.console import print_json, text_console
 from teachercache.errors import StoreDenied, StoreUnavailable, TeacherCacheError
 from teachercache.format import layout
 from teachercache.store.store import Store
@@ -68,22 +68,15 @@ def check_packages() -> list[Finding]:
         except importlib.metadata.PackageNotFoundError:
             findings.append(Finding(name, FAIL, "not installed", f"pip install {name}"))
             continue
-        if release(version) < least:
-            wanted = ".".join(map(str, least))
-            findings.append(Finding(name, FAIL, version, f"expected {wanted} or newer: pip install -U {name}"))
-        else:
-            findings.append(Finding(name, OK, version))
+        old = release(version) < least
+        do = f"expected {'.'.join(map(str, least))} or newer: pip install -U {name}" if old else ""
+        findings.append(Finding(name, FAIL if old else OK, version, do))
     return findings
 
 
 def release(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: 2025.3.2.post1 → (2025, 3, 2)."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(map(int, itertools.takewhile(str.isdigit, version.split("."))))
 
 
 def check_scratch() -> Finding:
@@ -113,14 +106,13 @@ def check_shared_memory(path: str = "/dev/shm") -> Finding:
 def check_gpu() -> Finding:
     """Check what the NVIDIA driver says, without loading CUDA into this process."""
     if not shutil.which("nvidia-smi"):
-        do = "fine for reading, for `make demo` and for tests; real teachers and students need one"
-        return Finding("gpu", WARN, "no nvidia-smi", do)
+        return Finding("gpu", WARN, "no nvidia-smi", "fine for reading and tests; real teachers and students need one")
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=GPU_SECONDS)
     except subprocess.TimeoutExpired:
-        found = f"nvidia-smi does not answer within {GPU_SECONDS:g} s"
-        return Finding("gpu", FAIL, found, "repair the NVIDIA driver, or reboot")
+        said = f"nvidia-smi does not answer within {GPU_SECONDS:g} s"
+        return Finding("gpu", FAIL, said, "repair the NVIDIA driver, or reboot")
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode or not lines:
         said = (done.stderr or done.stdout).strip()[:200]
@@ -163,33 +155,21 @@ def _credentials(url: str) -> str:
     """Return where the keys come from; never the keys."""
     if not url.startswith(("s3://", "s3a://")):
         return "no credentials needed"
-    if os.environ.get("AWS_ACCESS_KEY_ID"):
-        return "keys from the environment"
-    if os.environ.get("AWS_PROFILE"):
-        return "keys from a profile"
-    if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
-        return "keys from a web identity"
-    return "keys from a shared file or the machine's role"
+    places = {"ACCESS_KEY_ID": "the environment", "PROFILE": "a profile", "WEB_IDENTITY_TOKEN_FILE": "a web identity"}
+    found = (place for name, place in places.items() if os.environ.get(f"AWS_{name}"))
+    return "keys from " + next(found, "a shared file or the machine's role")
 
 
-def verdict(findings: Iterable[Finding]) -> int:
-    """Return the exit status: 1 where something will not work."""
-    return int(any(finding.status == FAIL for finding in findings))
-
-
-def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
-    """Return the findings as `--json` prints them."""
-    findings = list(findings)
-    return {"ok": verdict(findings) == 0, "findings": [asdict(finding) for finding in findings]}
-
-
-def print_findings(findings: Iterable[Finding], console: Console) -> None:
-    """Print the findings as a table, and one line that sums them up."""
-    table = Table("", "check", "found", "do", show_lines=False)
+def print_findings(findings: Collection[Finding], *, as_json: bool = False, indent: int | None = 2) -> int:
+    """Print a table and one line that sums it up, or JSON; return the exit status, 1 where something will not work."""
+    failures = sum(finding.status == FAIL for finding in findings)
+    if as_json:
+        print_json({"ok": not failures, "findings": [asdict(finding) for finding in findings]}, indent=indent)
+        return int(failures > 0)
+    console, table = text_console(), Table("", "check", "found", "do")
     mark = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[red]fail[/]"}
-    findings = list(findings)
     for finding in findings:
         table.add_row(mark[finding.status], finding.check, finding.found, finding.do)
     console.print(table)
-    failures = sum(finding.status == FAIL for finding in findings)
     console.print("fit" if not failures else f"{failures} of {len(findings)} checks failed")
+    return int(failures > 0)

@@ -21,16 +21,9 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "consolidate
 # Written by whoever saved the folder; no effect on a log-probability. dtype has its field in the spec.
 VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "_commit_hash", "use_cache")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
 # Texts on which tokenizers with equal tables still part: blanks, digits, case, accents, scripts, emoji, controls.
 PROBES = (
     "Hello world", " leading and  double  blanks ", "12345678 3.14159", "déjà vu cafe\u0301", "naïve ＡＢＣ ﬁ",

@@ -23,7 +23,7 @@ SHARD_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,126}[A-Za-z0-9])?")
 ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _DATA_PATH = re.compile(
     rf"data/codec=(?P<codec>[a-z0-9]{{1,32}})/split=(?P<split>{NAME.pattern})/source=(?P<source>{NAME.pattern})/"
-    rf"(?P<shard>{SHARD_ID.pattern})-(?P<attempt>{ATTEMPT.pattern})\.parquet"
+    rf"(?P<shard_id>{SHARD_ID.pattern})-(?P<attempt>{ATTEMPT.pattern})\.parquet"
 )
 _MANIFEST_PATH = re.compile(r"manifests/(\d{8})\.json")
 
@@ -51,7 +51,7 @@ def parse_data_path(path: str) -> DataPath:
             f"{shown!r} is not a data file of this cache: expected data/codec=C/split=S/source=S/SHARD-ATTEMPT.parquet; "
             "the manifest is damaged or not to be trusted."
         )
-    return DataPath(match["codec"], match["split"], match["source"], match["shard"], match["attempt"])
+    return DataPath(**match.groupdict())
 
 
 def is_data_path(path: str) -> bool:

@@ -1,10 +1,11 @@
-"""Columns that every codec stores in the same way, and the way between a Block's flat arrays and Arrow."""
+"""Codec: the columns of a Parquet file, and the way between a Block's flat arrays and Arrow."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ from teachercache.parquet.block import ROW_DTYPES, Block
 
 META_PREFIX = "meta_"  # a column of the corpus; keeps its name apart from columns that later versions may add
 LEAF = "list.element"  # how Parquet names the entries of a list column
-# Parquet leaf path -> encoding, of the common columns. A column that is not named is PLAIN.
+# Parquet leaf path -> encoding, of the columns that every codec has. A column that is not named is PLAIN.
 COMMON_ENCODINGS = {
     f"tail_logprob.{LEAF}": "BYTE_STREAM_SPLIT",
     f"target_logprob.{LEAF}": "BYTE_STREAM_SPLIT",
@@ -25,59 +26,104 @@ COMMON_ENCODINGS = {
 }
 
 
-def writer_options(schema: pa.Schema, encodings: dict[str, str]) -> dict[str, Any]:
-    """Return arguments for ParquetWriter: dictionaries only for the corpus's text, a page index, a checksum for each page.
+class Codec(ABC):
+    """One way to write a Block. Codecs differ in the columns of the top K; decoding gives the same Block."""
 
-    zstd 6 takes 277 bytes a row where 3 takes 282 and 15 takes 275, at two thirds and a ninth of the speed; pages of 4 MiB
-    instead of 1 save three more (a row group is read whole, so small pages buy nothing).
-    """
-    dictionary = [
-        name for name in schema.names if name.startswith(META_PREFIX) and pa.types.is_string(schema.field(name).type)
-    ]
-    top_level = {name.split(".", 1)[0] for name in schema.names}
-    return {
-        "compression": "zstd",
-        "compression_level": 6,
-        "use_dictionary": dictionary or False,
-        "column_encoding": {path: how for path, how in encodings.items() if path.split(".", 1)[0] in top_level},
-        "write_page_index": True,
-        "write_page_checksum": True,
-        "write_statistics": [n for n in ("doc_id", "window") if n in top_level],
-        "data_page_size": 2**22,
-    }
+    topk_columns: ClassVar[tuple[str, ...]]  # list<fixed_size_list<K>>, one list a row
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+
+    @abstractmethod
+    def encode_topk(self, block: Block) -> dict[str, pa.Array]:
+        """Return the columns of the top K."""
+
+    @abstractmethod
+    def decode_topk(self, table: pa.Table) -> tuple[Any, Any]:
+        """Return ids and log-probabilities [R, K]; None for what the table lacks."""
+
+    def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
+        """Make a table of one row a record. `meta_types` fixes the corpus's columns over all row groups of a file."""
+        target = pa.array(block.target_logprob, mask=np.isnan(block.target_logprob))
+        columns = {
+            "doc_id": pa.array(block.doc_id, pa.string()),
+            "window": pa.array(block.window),
+            "start": pa.array(block.start),
+            "content_key": pa.array(block.content_key, pa.binary(16)),
+            "input_ids": ragged(pa.array(block.input_ids), block.token_offsets),
+            "row_pos": ragged(pa.array(block.row_pos), block.row_offsets),
+            **self.encode_topk(block),
+            "tail_logprob": ragged(pa.array(block.tail_logprob), block.row_offsets),
+            "target_logprob": ragged(target, block.row_offsets),
+            "loss_mask": ragged(pa.array(block.loss_mask), block.row_offsets),
+        }
+        return pa.table(columns | meta_columns(block, meta_types))
+
+    def decode(self, table: pa.Table) -> Block:
+        """Return the Block of a table that may lack columns: those come back as None."""
+        topk_ids, topk_logprobs = self.decode_topk(table)
+        token_offsets, input_ids = list_parts(table, "input_ids")
+        flat = ("row_pos", "tail_logprob", "target_logprob", "loss_mask")
+        parts = {name: list_parts(table, name) for name in (*flat, *self.topk_columns)}
+        objects = {name: column(table, name) for name in ("doc_id", "content_key")}
+        metas = [name for name in table.column_names if name.startswith(META_PREFIX)]
+        decoded: dict[str, Any] = {
+            **{name: None if array is None else array.to_pylist() for name, array in objects.items()},
+            **{name: numbers(column(table, name), np.int32) for name in ("window", "start")},
+            **{name: numbers(parts[name][1], ROW_DTYPES[name]) for name in flat},
+            "row_offsets": next((offsets for offsets, _ in parts.values() if offsets is not None), None),
+            "meta": {name.removeprefix(META_PREFIX): table.column(name).to_pylist() for name in metas},
+        }
+        return Block(
+            split="", source="", topk_ids=topk_ids, topk_logprobs=topk_logprobs, token_offsets=token_offsets,
+            input_ids=numbers(input_ids, np.int32), size=table.num_rows, **decoded,
+        )  # fmt: skip
+
+    def flat_topk(self, table: pa.Table, name: str, dtype: Any) -> Any:
+        """Return a column of the top K as [R, K], or None where it was not read."""
+        _, lists = list_parts(table, name)
+        return None if lists is None else numbers(lists.flatten(), dtype).reshape(-1, self.top_k)
+
+    def physical_columns(self, names: set[str]) -> list[str]:
+        """Return the stored columns that the given Record fields need."""
+        return sorted(names - {"split", "source", "meta"})
+
+    def writer_options(self, schema: pa.Schema) -> dict[str, Any]:
+        """Return arguments for ParquetWriter: dictionaries only for the corpus's text, a page index, page checksums.
+
+        zstd 6 takes 277 bytes a row where 3 takes 282 and 15 takes 275, at two thirds and a ninth of the speed; pages of
+        4 MiB instead of 1 save three more (a row group is read whole, so small pages buy nothing).
+        """
+        texts = [f.name for f in schema if f.name.startswith(META_PREFIX) and pa.types.is_string(f.type)]
+        encodings = COMMON_ENCODINGS | {f"{name}.{LEAF}.{LEAF}": "BYTE_STREAM_SPLIT" for name in self.topk_columns}
+        return {
+            "compression": "zstd",
+            "compression_level": 6,
+            "use_dictionary": texts or False,
+            "column_encoding": encodings,
+            "write_page_index": True,
+            "write_page_checksum": True,
+            "write_statistics": ["doc_id", "window"],
+            "data_page_size": 2**22,
+        }
+
+    def opening_metadata(self) -> dict[str, str]:
+        """Return footer entries that a decoder needs; known after the first encode."""
+        return {}
+
+    def closing_metadata(self) -> dict[str, str]:
+        """Return footer entries that are known when the file ends."""
+        return {}
 
 
 def nested(values: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> pa.ListArray:
     """Make list<fixed_size_list<K>> [B] of values [R, K] and offsets [B+1]; no copy."""
-    flat = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
+    return ragged(pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]), offsets)
 
 
 def ragged(values: pa.Array, offsets: np.ndarray[Any, Any]) -> pa.ListArray:
     """Make a list column [B] of flat values [R] and offsets [B+1]."""
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values)
-
-
-def common_columns(block: Block) -> dict[str, pa.Array]:
-    """Return the columns of documents and tokens."""
-    return {
-        "doc_id": pa.array(block.doc_id, pa.string()),
-        "window": pa.array(block.window),
-        "start": pa.array(block.start),
-        "content_key": pa.array(block.content_key, pa.binary(16)),
-        "input_ids": ragged(pa.array(block.input_ids), block.token_offsets),
-        "row_pos": ragged(pa.array(block.row_pos), block.row_offsets),
-    }
-
-
-def row_columns(block: Block) -> dict[str, pa.Array]:
-    """Return the columns with one value a row."""
-    target = pa.array(block.target_logprob, mask=np.isnan(block.target_logprob))
-    return {
-        "tail_logprob": ragged(pa.array(block.tail_logprob), block.row_offsets),
-        "target_logprob": ragged(target, block.row_offsets),
-        "loss_mask": ragged(pa.array(block.loss_mask), block.row_offsets),
-    }
 
 
 def meta_columns(block: Block, types: Mapping[str, pa.DataType] | None = None) -> dict[str, pa.Array]:
@@ -123,8 +169,9 @@ def column(table: pa.Table, name: str) -> pa.Array | None:
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
-def list_parts(array: pa.ListArray | None) -> tuple[Any, Any]:
-    """Return offsets from zero [B+1] and flat values [R] of a list column; no copy of the values. None gives None."""
+def list_parts(table: pa.Table, name: str) -> tuple[Any, Any]:
+    """Return offsets from zero [B+1] and flat values [R] of a list column; no copy of the values. None twice without it."""
+    array = column(table, name)
     if array is None:
         return None, None
     offsets = array.offsets.to_numpy().astype(np.int64)
@@ -138,31 +185,3 @@ def numbers(array: pa.Array | None, dtype: Any) -> Any:
     if array.null_count:
         return np.asarray(array.to_numpy(zero_copy_only=False), dtype=dtype)
     return array.to_numpy(zero_copy_only=array.type != pa.bool_()).astype(dtype, copy=False)
-
-
-def decode_block(table: pa.Table, *, topk_ids: Any, topk_logprobs: Any, row_lists: Sequence[str]) -> Block:
-    """Decode a table whose top-K columns are decoded already; `row_lists` are their list columns, with r entries."""
-    token_offsets, input_ids = list_parts(column(table, "input_ids"))
-    flat_names = ("row_pos", "tail_logprob", "target_logprob", "loss_mask")
-    parts = {name: list_parts(column(table, name)) for name in (*flat_names, *row_lists)}
-    doc_id, key = column(table, "doc_id"), column(table, "content_key")
-    decoded: dict[str, Any] = {
-        "doc_id": None if doc_id is None else doc_id.to_pylist(),
-        "content_key": None if key is None else key.to_pylist(),
-        "window": numbers(column(table, "window"), np.int32),
-        "start": numbers(column(table, "start"), np.int32),
-        "token_offsets": token_offsets,
-        "input_ids": numbers(input_ids, np.int32),
-        "row_offsets": next((offsets for offsets, _ in parts.values() if offsets is not None), None),
-        **{name: numbers(parts[name][1], ROW_DTYPES[name]) for name in flat_names},
-    }
-    metas = [name for name in table.column_names if name.startswith(META_PREFIX)]
-    return Block(
-        split="",
-        source="",
-        topk_ids=topk_ids,
-        topk_logprobs=topk_logprobs,
-        meta={name[len(META_PREFIX) :]: table.column(name).to_pylist() for name in metas},
-        size=table.num_rows,
-        **decoded,
-    )

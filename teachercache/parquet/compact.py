@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import functools
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,20 +28,7 @@ import pyarrow as pa
 from teachercache.errors import CorruptFile, InvalidRecord
 from teachercache.format.record import MASS_SLACK, Float32Array, Int32Array
 from teachercache.parquet.block import Block
-from teachercache.parquet.columns import (
-    COMMON_ENCODINGS,
-    LEAF,
-    common_columns,
-    decode_block,
-    list_parts,
-    meta_columns,
-    nested,
-    numbers,
-    ragged,
-    row_columns,
-    writer_options,
-)
-from teachercache.parquet.columns import column as table_column
+from teachercache.parquet.columns import Codec, list_parts, nested, numbers, ragged
 
 MAX_L1 = 0.01
 BASE, CAP = 0.004, 0.25
@@ -52,27 +38,22 @@ FREQUENT = 8192  # ids that are renumbered; the others keep their order behind t
 ORDER_KEY = b"teachercache.compact.frequent_ids"
 L1_KEY = b"teachercache.compact.max_l1"
 
-ENCODINGS = COMMON_ENCODINGS | {
-    f"topk_id_delta.{LEAF}.{LEAF}": "BYTE_STREAM_SPLIT",
-    f"topk_level.{LEAF}.{LEAF}": "BYTE_STREAM_SPLIT",
-}
 
-
-class CompactCodec:
+class CompactCodec(Codec):
     """Encode and decode the compact layout. One object encodes one file: its first block decides the renumbering."""
 
-    name = "compact"
+    topk_columns = ("topk_id_delta", "topk_level")
 
     def __init__(self, top_k: int, vocab_size: int) -> None:
-        self.top_k = top_k
+        super().__init__(top_k)
         self.vocab_size = vocab_size
         self.max_l1 = 0.0
         self._frequent: Int32Array | None = None
         self._number: Int32Array | None = None  # id -> number
         self._decoded: tuple[bytes, Int32Array] | None = None
 
-    def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
-        """Make a table of one row a record; InvalidRecord where a row cannot be kept within MAX_L1."""
+    def encode_topk(self, block: Block) -> dict[str, pa.Array]:
+        """Return differences of ids, levels and the grid of each row; InvalidRecord where a row cannot be kept within MAX_L1."""
         if self._number is None:
             self._frequent = frequent_ids(block.topk_ids, self.vocab_size)
             self._number = np.argsort(numbering(self._frequent, self.vocab_size)).astype(np.int32)
@@ -86,36 +67,26 @@ class CompactCodec:
         number = self._number[block.topk_ids]
         order = np.argsort(number, axis=1)
         number, level = np.take_along_axis(number, order, 1), np.take_along_axis(level, order, 1)
-        return pa.table(
-            {
-                **common_columns(block),
-                "topk_id_delta": nested(np.diff(number, axis=1, prepend=np.int32(0)), block.row_offsets),
-                "topk_level": nested(level, block.row_offsets),
-                "topk_scale": ragged(pa.array(scale), block.row_offsets),
-                **row_columns(block),
-                **meta_columns(block, meta_types),
-            }
-        )
+        return {
+            "topk_id_delta": nested(np.diff(number, axis=1, prepend=np.int32(0)), block.row_offsets),
+            "topk_level": nested(level, block.row_offsets),
+            "topk_scale": ragged(pa.array(scale), block.row_offsets),
+        }
 
-    def decode(self, table: pa.Table) -> Block:
-        """Return the Block of a table; columns that it lacks come back as None."""
-        delta, level = (self._flat(table, name) for name in ("topk_id_delta", "topk_level"))
-        topk_ids = topk_logprobs = None
-        if delta is not None and level is not None:
-            scale = numbers(list_parts(table_column(table, "topk_scale"))[1], np.uint8)
-            topk_ids, topk_logprobs = self._restore(delta, level, scale, self._order_of(table))
-        return decode_block(table, topk_ids=topk_ids, topk_logprobs=topk_logprobs, row_lists=("topk_level",))
+    def decode_topk(self, table: pa.Table) -> tuple[Any, Any]:
+        """Return ids and log-probabilities [R, K] by descending log-probability; both or neither."""
+        delta, level = (self.flat_topk(table, name, np.int32) for name in self.topk_columns)
+        if delta is None or level is None:
+            return None, None
+        scale = numbers(list_parts(table, "topk_scale")[1], np.uint8)
+        return self._restore(delta, level, scale, self._order_of(table))
 
     def physical_columns(self, names: set[str]) -> list[str]:
         """Return the stored columns that the given Record fields need."""
-        stored = names - {"split", "source", "meta", "topk_ids", "topk_logprobs"}
+        stored = set(super().physical_columns(names)) - {"topk_ids", "topk_logprobs"}
         if names & {"topk_ids", "topk_logprobs"}:  # each needs the other: the order comes from the levels
             stored |= {"topk_id_delta", "topk_level", "topk_scale"}
         return sorted(stored)
-
-    def writer_options(self, schema: pa.Schema) -> dict[str, Any]:
-        """Return arguments for pyarrow.parquet.ParquetWriter."""
-        return writer_options(schema, ENCODINGS)
 
     def opening_metadata(self) -> dict[str, str]:
         """Return the renumbering, as the footer keeps it; known after the first block."""
@@ -126,10 +97,6 @@ class CompactCodec:
     def closing_metadata(self) -> dict[str, str]:
         """Return the largest L1 error of the file, as the footer keeps it."""
         return {L1_KEY.decode(): f"{self.max_l1:.6f}"}
-
-    def _flat(self, table: pa.Table, name: str) -> Int32Array | None:
-        _, lists = list_parts(table_column(table, name))
-        return None if lists is None else numbers(lists.flatten(), np.int32).reshape(-1, self.top_k)
 
     def _restore(
         self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array

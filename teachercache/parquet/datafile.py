@@ -15,7 +15,8 @@ from teachercache.format import layout
 from teachercache.format.objects import FileEntry
 from teachercache.format.record import Record, check_record
 from teachercache.format.spec import CacheSpec
-from teachercache.parquet.codecs import Block, get_codec
+from teachercache.parquet.block import Block
+from teachercache.parquet.codecs import get_codec
 from teachercache.parquet.columns import META_PREFIX, column, meta_array, meta_kind, meta_type
 from teachercache.store.store import Store, sha256_file
 
@@ -42,28 +43,20 @@ class FileBuilder:
         self._pending_rows = self._pending_bytes = 0
         self._meta_kinds: dict[str, set[type]] = {}
         self._writer: pq.ParquetWriter | None = None
-        self._documents: set[str] = set()
         self._windows: set[tuple[str, int]] = set()
-        self._records = self._tokens = self._rows = self._groups = 0
+        self._tokens = self._rows = self._groups = 0
 
     def add(self, record: Record) -> None:
         """Check and buffer a record; writes a row group when enough rows wait."""
         check_record(record, vocab_size=self._spec.tokenizer.vocab_size, top_k=self._spec.top_k)
-        size = _group_bytes(record)
+        size = 8 * record.topk_ids.size + 4 * record.input_ids.size  # about, before compression; rows outweigh all else
         if size > MAX_GROUP_BYTES // 2:
-            raise InvalidRecord(
-                "too_long",
-                f"its rows take {size:,} bytes, limit {MAX_GROUP_BYTES // 2:,}; split it into windows",
-                doc_id=record.doc_id,
-                window=record.window,
-            )
-        name = (record.doc_id, record.window)
-        if name in self._windows:
-            raise InvalidRecord(
-                "duplicate", "the document and window are in this shard already", doc_id=name[0], window=name[1]
-            )
-        self._windows.add(name)
-        self._documents.add(record.doc_id)
+            said = f"its rows take {size:,} bytes, limit {MAX_GROUP_BYTES // 2:,}; split it into windows"
+            raise InvalidRecord("too_long", said, doc_id=record.doc_id, window=record.window)
+        if (record.doc_id, record.window) in self._windows:
+            said = "the document and window are in this shard already"
+            raise InvalidRecord("duplicate", said, doc_id=record.doc_id, window=record.window)
+        self._windows.add((record.doc_id, record.window))
         for key, value in record.meta.items():
             kinds = self._meta_kinds.setdefault(key, set())
             if value is not None:
@@ -71,7 +64,6 @@ class FileBuilder:
         self._pending.append(record)
         self._pending_rows += len(record.row_pos)
         self._pending_bytes += size
-        self._records += 1
         self._tokens += len(record.input_ids)
         self._rows += len(record.row_pos)
         if self._pending_rows >= self._rows_per_group or self._pending_bytes >= GROUP_BYTES:
@@ -87,8 +79,9 @@ class FileBuilder:
         self._verify()
         return FileEntry(
             path=str(self.where), codec=self.where.codec, split=self.where.split, source=self.where.source,
-            size=self.local.stat().st_size, sha256=sha256_file(self.local), records=self._records,
-            documents=len(self._documents), tokens=self._tokens, rows=self._rows, row_groups=self._groups,
+            size=self.local.stat().st_size, sha256=sha256_file(self.local), records=len(self._windows),
+            documents=len({doc_id for doc_id, _ in self._windows}), tokens=self._tokens, rows=self._rows,
+            row_groups=self._groups,
         )  # fmt: skip
 
     def abandon(self) -> None:
@@ -147,9 +140,9 @@ class FileBuilder:
             for i in range(file.num_row_groups):
                 block = self._codec.decode(file.read_row_group(i))
                 records, rows, tokens = records + len(block), rows + len(block.row_pos), tokens + len(block.input_ids)
-        if (records, rows, tokens) != (self._records, self._rows, self._tokens):
+        if (records, rows, tokens) != (len(self._windows), self._rows, self._tokens):
             raise CorruptFile(
-                f"{self.local.name}: wrote {self._records} records, {self._rows} rows, {self._tokens} tokens but read back "
+                f"{self.local.name}: wrote {len(self._windows)} records, {self._rows} rows, {self._tokens} tokens but read back "
                 f"{records}, {rows}, {tokens}; check the local disk."
             )
 
@@ -187,28 +180,22 @@ class DataFile:
     def _check_footer(self, spec: CacheSpec) -> None:
         entry, footer = self.entry, self._file.metadata
         stored = (footer.metadata or {}).items()
-        named = {k.decode(): v.decode(errors="replace") for k, v in stored if k.startswith(b"teacher")}
+        prefix = b"teachercache."
+        named = {k[len(prefix) :].decode(): v.decode(errors="replace") for k, v in stored if k.startswith(prefix)}
         for name, expected in (("spec_digest", spec.digest), ("codec", entry.codec)):
-            if named.get(f"teachercache.{name}") != expected:
-                raise CorruptFile(
-                    f"{entry.path}: its {name} is {named.get(f'teachercache.{name}')}, expected {expected}."
-                )
+            if named.get(name) != expected:
+                raise CorruptFile(f"{entry.path}: its {name} is {named.get(name)}, expected {expected}.")
         where = layout.parse_data_path(entry.path)
-        if (named.get("teachercache.shard_id"), named.get("teachercache.attempt")) != (where.shard_id, where.attempt):
-            raise CorruptFile(
-                f"{entry.path} holds the data of shard {named.get('teachercache.shard_id')}: files were swapped."
-            )
-        if footer.num_row_groups != entry.row_groups:
-            raise CorruptFile(
-                f"{entry.path} holds {footer.num_row_groups} row groups, its entry says {entry.row_groups}."
-            )
-        if footer.num_rows != entry.records:
-            raise CorruptFile(f"{entry.path} holds {footer.num_rows} records, its entry says {entry.records}.")
+        if (named.get("shard_id"), named.get("attempt")) != (where.shard_id, where.attempt):
+            raise CorruptFile(f"{entry.path} holds the data of shard {named.get('shard_id')}: files were swapped.")
+        counts = {"row groups": (footer.num_row_groups, entry.row_groups), "records": (footer.num_rows, entry.records)}
+        for what, (found, said) in counts.items():
+            if found != said:
+                raise CorruptFile(f"{entry.path} holds {found} {what}, its entry says {said}.")
         for i in range(footer.num_row_groups):
-            if not 0 <= footer.row_group(i).total_byte_size <= MAX_GROUP_BYTES:
-                raise UnsafeManifest(
-                    f"{entry.path}: row group {i} claims {footer.row_group(i).total_byte_size:,} bytes."
-                )
+            size = footer.row_group(i).total_byte_size
+            if not 0 <= size <= MAX_GROUP_BYTES:
+                raise UnsafeManifest(f"{entry.path}: row group {i} claims {size:,} bytes.")
 
     @property
     def num_groups(self) -> int:
@@ -227,8 +214,13 @@ class DataFile:
 
     def read_group(self, i: int, columns: set[str] | None = None) -> Block:
         """Read one row group; `columns` are Record fields, None = all. Raises CorruptFile."""
+        names = None
+        if columns is not None:
+            names = self._codec.physical_columns(columns)
+            if "meta" in columns:
+                names += [name for name in self._file.schema_arrow.names if name.startswith(META_PREFIX)]
         try:
-            table = self._file.read_row_group(i, columns=self._physical(columns), use_threads=False)
+            table = self._file.read_row_group(i, columns=names, use_threads=False)
             block = self._codec.decode(table)
         except MissingObject as error:
             raise _gone(error) from error
@@ -256,14 +248,6 @@ class DataFile:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _physical(self, columns: set[str] | None) -> list[str] | None:
-        if columns is None:
-            return None
-        names = self._codec.physical_columns(columns)
-        if "meta" in columns:
-            names += [n for n in self._file.schema_arrow.names if n.startswith(META_PREFIX)]
-        return names
-
 
 def check_columns(columns: Collection[str] | None) -> set[str] | None:
     """Return the Record fields to read, None = all; UsageError for one that a record does not have."""
@@ -274,11 +258,6 @@ def check_columns(columns: Collection[str] | None) -> set[str] | None:
     if unknown := set(columns) - set(RECORD_FIELDS):
         raise UsageError(f"unknown columns {sorted(unknown)}; a record has {', '.join(RECORD_FIELDS)}.")
     return set(columns)
-
-
-def _group_bytes(record: Record) -> int:
-    """About what a record takes in a row group before compression; top-K rows outweigh all else."""
-    return 8 * record.topk_ids.size + 4 * record.input_ids.size
 
 
 def _gone(error: MissingObject) -> MissingObject:

@@ -58,9 +58,7 @@ class Cache:
 
     def __init__(self, store: Store, spec: CacheSpec, manifest: Manifest) -> None:
         """Read the files of `manifest`; `open` finds the three arguments."""
-        self.store = store
-        self.spec = spec
-        self.manifest = manifest
+        self.store, self.spec, self.manifest = store, spec, manifest
 
     def __repr__(self) -> str:
         m = self.manifest

@@ -27,8 +27,7 @@ class DiskCache:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Use `folder`, which is made where it is missing, for at most `max_bytes`."""
-        self.folder = folder
-        self.max_bytes = max_bytes
+        self.folder, self.max_bytes = folder, max_bytes
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, store: Store, entry: FileEntry) -> pa.NativeFile | None:

@@ -32,7 +32,7 @@ from teachercache.errors import CorruptFile, UsageError
 from teachercache.format.objects import Manifest, ManifestFile
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec
-from teachercache.parquet.codecs import Block
+from teachercache.parquet.block import Block
 from teachercache.parquet.datafile import DataFile, check_columns
 from teachercache.read.disk_cache import DiskCache
 from teachercache.store.store import Store
@@ -91,11 +91,8 @@ class RecordStream(Iterator[Record]):
         if not self._groups:
             raise UsageError(f"{store.url} has no records of split {options.split!r}; expected at least one.")
         same = ("split", "source", "seed", "rank", "world_size", "shuffle", "shuffle_groups")
-        self._identity: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "manifest": manifest.digest,
-            **{name: getattr(options, name) for name in same},
-        }
+        chosen = {name: getattr(options, name) for name in same}
+        self._identity: dict[str, Any] = {"version": STATE_VERSION, "manifest": manifest.digest, **chosen}
         self._number, self._pid = manifest.number, os.getpid()
         self._disk = DiskCache(Path(options.cache_dir), options.cache_bytes) if options.cache_dir is not None else None
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
@@ -157,10 +154,7 @@ class RecordStream(Iterator[Record]):
     def _epoch_groups(self, epoch: int) -> list[RowGroup]:
         """Return this rank's groups of an epoch, in order."""
         count, options = len(self._groups), self._options
-        if options.shuffle:
-            order = np.random.default_rng([options.seed, epoch]).permutation(count)
-        else:
-            order = np.arange(count)
+        order = np.random.default_rng([options.seed, epoch]).permutation(count) if options.shuffle else np.arange(count)
         first = (options.rank - epoch * count) % options.world_size
         return [self._groups[i] for i in order[first :: options.world_size]]
 
@@ -222,12 +216,8 @@ class RecordStream(Iterator[Record]):
         with self._lock:
             footer = self._footers.get(entry.path)
         with DataFile(self._store, entry, self._spec, footer=footer, local=local) as file:
-            if footer is None:
-                self._keep_footer(entry, file.footer)
+            with self._lock:
+                self._footers[entry.path] = file.footer
+                while len(self._footers) > FOOTERS:
+                    self._footers.popitem(last=False)
             return file.read_group(group, self._columns)
-
-    def _keep_footer(self, entry: ManifestFile, footer: pq.FileMetaData) -> None:
-        with self._lock:
-            self._footers[entry.path] = footer
-            while len(self._footers) > FOOTERS:
-                self._footers.popitem(last=False)

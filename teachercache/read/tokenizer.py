@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 from teachercache.errors import CorruptFile, MissingObject, UnsafeManifest, UsageError
 from teachercache.format import layout
 from teachercache.format.objects import TokenizerIndex, TokenizerIndexEntry
-from teachercache.format.spec import TokenizerSpec
+from teachercache.format.spec import TokenizerSpec, json_digest
 from teachercache.store.ledger import read_sealed
 from teachercache.store.store import Store
 
@@ -50,8 +49,7 @@ def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:
             f"{store.url} holds no tokenizer files; give the folder of the teacher's tokenizer instead."
         ) from error
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "teachercache" / "tokenizers"
-    key = hashlib.sha256(json.dumps(index.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:16]
-    folder = base / f"{spec.digest[:32]}-{key}"
+    folder = base / f"{spec.digest[:32]}-{json_digest(index.model_dump(mode='json'))[:16]}"
     if folder.is_dir():
         return folder
     base.mkdir(parents=True, exist_ok=True)

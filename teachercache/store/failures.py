@@ -22,6 +22,9 @@ T = TypeVar("T")
 Kind = Literal["exists", "missing", "denied", "transient", "other"]
 LONGEST_WAIT_S = 30.0
 
+_OURS: dict[type[TeacherCacheError], Kind] = {
+    Exists: "exists", MissingObject: "missing", StoreDenied: "denied", StoreUnavailable: "transient",
+}  # fmt: skip
 _EXISTS_CODES = {"PreconditionFailed", "412"}
 _DENIED_CODES = {
     "AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
@@ -53,19 +56,8 @@ def classify(error: BaseException) -> Kind:
 
     An error that was raised from a transient one is transient too, unless it is one of ours, which says what it means.
     """
-    kind = _kind(error)
-    cause = None if isinstance(error, TeacherCacheError) else error.__cause__
-    if kind == "other" and cause is not None and classify(cause) == "transient":
-        return "transient"
-    return kind
-
-
-def _kind(error: BaseException) -> Kind:
     if isinstance(error, TeacherCacheError):
-        ours: tuple[tuple[type[TeacherCacheError], Kind], ...] = (
-            (Exists, "exists"), (MissingObject, "missing"), (StoreDenied, "denied"), (StoreUnavailable, "transient"),
-        )  # fmt: skip
-        return next((kind for known, kind in ours if isinstance(error, known)), "other")
+        return next((kind for known, kind in _OURS.items() if isinstance(error, known)), "other")
     code, name = error_code(error), type(error).__name__
     if isinstance(error, FileExistsError) or code in _EXISTS_CODES:
         return "exists"
@@ -80,7 +72,7 @@ def _kind(error: BaseException) -> Kind:
     # s3fs makes EIO of a failure that it does not know; with an S3 code it is an answer, which repeating does not change.
     if isinstance(error, OSError) and (error.errno in _TRANSIENT_ERRNO or (error.errno == errno.EIO and code is None)):
         return "transient"
-    return "other"
+    return "transient" if error.__cause__ is not None and classify(error.__cause__) == "transient" else "other"
 
 
 def error_code(error: BaseException | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,14 +24,10 @@ THREADS = 16  # small objects read at the same time
 
 def read_sealed(store: Store, model: type[M], path: str) -> M:
     """Read and parse a sealed object; a transfer that arrives damaged is repeated twice before CorruptFile."""
-    for attempt in range(READS):
-        data = store.read(path)
-        try:
-            return unseal(model, data, path)
-        except CorruptFile:
-            if attempt == READS - 1:
-                raise
-    raise AssertionError("unreachable")
+    for _ in range(READS - 1):
+        with suppress(CorruptFile):
+            return unseal(model, store.read(path), path)
+    return unseal(model, store.read(path), path)
 
 
 class Ledger:

@@ -14,11 +14,12 @@ import io
 import os
 import pickle
 import re
+import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,7 +143,7 @@ class Store:
         """
         for attempt in range(TRIES):
             try:
-                self._put_new(path, data)
+                self._put(path, data, new=True)
                 return
             except Exception as error:
                 kind = classify(error)
@@ -164,7 +165,7 @@ class Store:
 
         `data` is the content, or a local file of any size. On a local disk the file is synced and renamed into place.
         """
-        self._retry(path, lambda: self._put(self._full(path), data))
+        self._retry(path, lambda: self._put(path, data, new=False))
 
     def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         """Return the whole object, refused above `max_bytes` before anything is allocated."""
@@ -212,9 +213,8 @@ class Store:
         except MissingObject:
             return []
         cut = len(self.root) + 1
-        objects = [ObjectInfo(name[cut:], int(info["size"]), _modified(info)) for name, info in found.items()]
-        wanted = (o for o in objects if o.path.startswith(prefix) and _is_object(o.path.rsplit("/", 1)[-1]))
-        return sorted(wanted, key=lambda o: o.path)
+        objects = (ObjectInfo(name[cut:], int(info["size"]), _modified(info)) for name, info in found.items())
+        return sorted((o for o in objects if o.path.startswith(prefix) and _is_object(o.path)), key=lambda o: o.path)
 
     def folders(self, prefix: str) -> Sequence[str]:
         """Return the folders one level below a prefix ('' or ending in '/'), each ending in '/'."""
@@ -297,39 +297,14 @@ class Store:
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}"
 
-    def _put_new(self, path: str, data: bytes | Path) -> None:
-        full = self._full(path)
+    def _put(self, path: str, data: bytes | Path, *, new: bool) -> None:
+        full, mode = self._full(path), "create" if new else "overwrite"
         if self.is_local:
-            self._link_new(full, data)
+            _put_local(Path(full), data, new=new)
         elif isinstance(data, bytes):
-            self.fs.pipe_file(full, data, mode="create")
+            self.fs.pipe_file(full, data, mode=mode)
         else:
-            self.fs.put_file(str(data), full, mode="create")
-
-    def _put(self, full: str, data: bytes | Path) -> None:
-        if self.is_local:
-            with _synced(Path(full), data) as temp:
-                temp.replace(full)
-                _sync_folder(Path(full).parent)
-        elif isinstance(data, bytes):
-            self.fs.pipe_file(full, data)
-        else:
-            self.fs.put_file(str(data), full)
-
-    @staticmethod
-    def _link_new(full: str, data: bytes | Path) -> None:
-        """Link a synced temporary file to its name: atomic, and fails where the name is taken."""
-        target = Path(full)
-        with _synced(target, data) as temp:
-            try:
-                os.link(temp, target)
-            except OSError as error:
-                if error.errno not in _NO_LINKS_ERRNO:
-                    raise
-                raise StoreUnsafe(
-                    f"the file system of {target.parent} has no hard links ({error.strerror}), which create a file whole "
-                    "and never twice; use another disk, or s3:// instead of a bucket that is mounted as a folder."
-                ) from error
+            self.fs.put_file(str(data), full, mode=mode)
 
     def _compare(self, path: str, data: bytes | Path) -> str:
         """Return what is at `path`: 'ours' (equal bytes), 'other', or 'absent'."""
@@ -365,11 +340,7 @@ class _RangeFile(io.RawIOBase):
         self._store, self._path, self._size, self._at = store, path, size, 0
 
     def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
+        """Return True: pyarrow asks."""
         return True
 
     def tell(self) -> int:
@@ -382,10 +353,6 @@ class _RangeFile(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def size(self) -> int:
-        """Return the size in bytes."""
-        return self._size
-
     def read(self, length: int = -1) -> bytes:
         """Read at most `length` bytes, or the rest."""
         stop = self._size if length < 0 else min(self._at + length, self._size)
@@ -396,20 +363,34 @@ class _RangeFile(io.RawIOBase):
         return data
 
 
-@contextmanager
-def _synced(target: Path, data: bytes | Path) -> Iterator[Path]:
-    """Give a synced temporary file next to `target` with the data; it is removed afterwards unless it was renamed."""
+def _put_local(target: Path, data: bytes | Path, *, new: bool) -> None:
+    """Write and sync a temporary file; link it to a `new` name (atomic, fails where the name is taken), or rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temp = target.with_name(f"{_LOCAL_TEMP}{uuid.uuid4().hex}")
     try:
-        with temp.open("xb") as out:
-            for block in [data] if isinstance(data, bytes) else _blocks(data):
-                out.write(block)
+        with temp.open("xb") as out, io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as content:
+            shutil.copyfileobj(content, out, BLOCK)
             out.flush()
             os.fsync(out.fileno())
-        yield temp
+        if new:
+            _link(temp, target)
+        else:
+            temp.replace(target)
+            _sync_folder(target.parent)
     finally:
         temp.unlink(missing_ok=True)
+
+
+def _link(temp: Path, target: Path) -> None:
+    try:
+        os.link(temp, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS_ERRNO:
+            raise
+        raise StoreUnsafe(
+            f"the file system of {target.parent} has no hard links ({error.strerror}), which create a file whole "
+            "and never twice; use another disk, or s3:// instead of a bucket that is mounted as a folder."
+        ) from error
 
 
 def _sync_folder(folder: Path) -> None:
@@ -421,9 +402,10 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _is_object(name: str) -> bool:
-    """Return whether the last part of a path is no folder marker (empty) and no file that is still being written."""
-    return bool(name) and not name.startswith(_LOCAL_TEMP)
+def _is_object(path: str) -> bool:
+    """Return whether a path is no folder marker and no file that is still being written."""
+    name = path.rsplit("/", 1)[-1]
+    return name != "" and not name.startswith(_LOCAL_TEMP)
 
 
 def _whole(data: bytes, expected: int) -> bytes:
@@ -434,16 +416,8 @@ def _whole(data: bytes, expected: int) -> bytes:
 
 def sha256_file(path: Path) -> str:
     """Return the sha256 hex of a local file's content; about 1.5 GB/s."""
-    digest = hashlib.sha256()
-    for block in _blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _blocks(path: Path) -> Iterable[bytes]:
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield block
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _modified(info: Mapping[str, Any]) -> datetime:

@@ -10,7 +10,6 @@ Listing order matters: data first, commits and manifests after. A commit that ap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,7 +40,7 @@ class Garbage:
 
     @property
     def objects(self) -> list[ObjectInfo]:
-        """Return all of it, in the order of removal."""
+        """Return all of it, in the order of removal: killed in between, no manifest names a file that is gone."""
         return [*self.manifests, *self.void, *self.orphans, *self.replaced, *self.scratch]
 
     @property
@@ -81,21 +80,18 @@ def collect(
     newest = manifests[-1] if manifests else None
     named = {entry.path for manifest in manifests for entry in manifest.files}
     objects = {o.path: o for o in data}
-    commits: list[Commit] = []
     void: list[ObjectInfo] = []
-    dead: set[str] = set()
+    live: set[str] = set()
+    of_dead: set[str] = set()
     for commit, info in ledger.dated_commits():
+        files = {entry.path for entry in commit.files}
+        unlisted = sorted(files - named - objects.keys())  # lost? No listing is trusted with that
         if newest is not None and is_dead(commit, newest):  # its files may be gone, its shard is done all the same
-            dead.add(commit.shard_id)
-            commits.append(commit)
-        elif is_void(commit, info.modified, objects, named, grace_seconds) or _lost_a_file(
-            store, commit, objects, named
-        ):
+            of_dead |= files
+        elif is_void(commit, info.modified, objects, named, grace_seconds) or not all(map(store.exists, unlisted)):
             void.append(info)
         else:
-            commits.append(commit)
-    live = {entry.path for c in commits if c.shard_id not in dead for entry in c.files}
-    of_dead = {entry.path for c in commits if c.shard_id in dead for entry in c.files}
+            live |= files
 
     unneeded = [o for o in data if o.path not in named and o.path not in live]
     unclaimed = [o for o in unneeded if o.path not in of_dead]
@@ -111,10 +107,8 @@ def collect(
         waiting=sum(o.modified >= limit for o in unclaimed),
     )
     if not dry_run:
-        # Manifests first: killed in between, no manifest names a file that is gone.
-        _delete(store, found.manifests)
-        _delete(store, found.void)
-        _delete(store, [*found.orphans, *found.replaced, *found.scratch])
+        for item in found.objects:
+            store.delete(item.path)
     return found
 
 
@@ -130,13 +124,3 @@ def _claimed(
         return False
     names_it = any(entry.path == item.path for entry in commit.files)
     return names_it and not is_void(commit, info.modified, data, settled, grace_seconds)
-
-
-def _lost_a_file(store: Store, commit: Commit, data: dict[str, ObjectInfo], settled: set[str]) -> bool:
-    """Return whether an unpublished commit names a file that is gone: no listing is trusted with that."""
-    return any(e.path not in data and e.path not in settled and not store.exists(e.path) for e in commit.files)
-
-
-def _delete(store: Store, objects: Iterable[ObjectInfo]) -> None:
-    for item in objects:
-        store.delete(item.path)

@@ -34,7 +34,6 @@ class Bin:
 
     shards: tuple[str, ...]
     files: tuple[ManifestFile, ...]
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,12 @@ def optimize(
             f"{writer.url}: {len(holders)} of the documents to leave out are still there, since other optimisers were "
             f"faster {ROUNDS} times; end them and run this again."
         )
+    # An interrupted call may have written some of them.
     effective = [name for name, bin_ in written.items() if after.replaced.get(bin_.shards[0]) == name]
     return Optimized(
         manifest=after, bins=len(effective), files_before=len(before.files), files_after=len(after.files),
         bytes_before=sum(f.size for f in before.files), bytes_after=sum(f.size for f in after.files),
-        removed=_count_removed(writer, effective) if gone else 0,
+        removed=sum(c.drops.get("removed", 0) for c in writer.ledger.commits_of(effective)) if gone else 0,
     )  # fmt: skip
 
 
@@ -138,11 +138,6 @@ def _refuse_unknown(writer: CacheWriter, missing: set[str], asked: int) -> None:
         )
 
 
-def _count_removed(writer: CacheWriter, shard_ids: Sequence[str]) -> int:
-    """Return how many records these commits left out, also where an interrupted call had written them."""
-    return sum(c.drops.get("removed", 0) for c in writer.ledger.commits_of(shard_ids))
-
-
 def _pack(files: Sequence[ManifestFile], codec: str | None, target: int, affected: set[str]) -> list[Bin]:
     """Put shards of one codec, in the order of their ids, into bins of about `target` bytes.
 
@@ -151,29 +146,28 @@ def _pack(files: Sequence[ManifestFile], codec: str | None, target: int, affecte
     shards: dict[str, list[ManifestFile]] = defaultdict(list)
     for entry in files:
         shards[entry.shard_id].append(entry)
-    open_bins: dict[str, list[str]] = defaultdict(list)
-    bins: list[Bin] = []
+    full: list[list[str]] = []
+    filling: dict[str, list[str]] = {}  # by codec
 
     def size(names: Sequence[str]) -> int:
         return sum(entry.size for name in names for entry in shards[name])
 
-    def close(names: list[str]) -> None:
+    for name in sorted(shards):
+        kind = codec or shards[name][0].codec
+        held = filling.get(kind, [])
+        if size([name]) >= target:
+            full.append([name])
+        elif size([*held, name]) > target:
+            full.append(held)
+            filling[kind] = [name]
+        else:
+            filling[kind] = [*held, name]
+    bins = []
+    for names in [*full, *filling.values()]:
         entries = tuple(entry for name in names for entry in shards[name])
         recoded = codec is not None and any(entry.codec != codec for entry in entries)
         if len(names) > 1 or recoded or affected.intersection(names):
-            bins.append(Bin(tuple(names), entries, size(names)))
-
-    for name in sorted(shards):
-        kind = codec or shards[name][0].codec
-        if size([name]) >= target:
-            close([name])
-            continue
-        if size(open_bins[kind]) + size([name]) > target:
-            close(open_bins.pop(kind))
-        open_bins[kind].append(name)
-    for names in open_bins.values():
-        if names:
-            close(names)
+            bins.append(Bin(tuple(names), entries))
     return bins
 
 

@@ -54,6 +54,10 @@ class Verification:
         """Return whether nothing was wrong."""
         return not self.problems
 
+    def add(self, path: str, error: TeacherCacheError) -> None:
+        """Note one problem of the object at `path`."""
+        self.problems.append(Problem(path, error.code, str(error)))
+
     @contextlib.contextmanager
     def collecting(self, path: str) -> Iterator[None]:
         """Turn an error about `path` into a problem, and go on; refused credentials say nothing about a cache."""
@@ -62,7 +66,7 @@ class Verification:
         except StoreDenied:
             raise
         except TeacherCacheError as error:
-            self.problems.append(Problem(path, error.code, str(error)))
+            self.add(path, error)
 
 
 def verify(
@@ -93,11 +97,9 @@ def verify(
     found.files = len(files)
     chosen = set(random.Random(0).sample(range(len(files)), max(1, round(sample * len(files))))) if files else set()
 
-    def check(i: int) -> Verification:
-        return _check_file(store, spec, files[i], whole=i in chosen)
-
     with ThreadPoolExecutor(threads) as pool:
-        for done, part in enumerate(pool.map(check, range(len(files))), 1):
+        parts = pool.map(lambda i: _check_file(store, spec, files[i], whole=i in chosen), range(len(files)))
+        for done, part in enumerate(parts, 1):
             found.files_read += part.files_read
             found.bytes_read += part.bytes_read
             found.records += part.records
@@ -113,18 +115,13 @@ def verify(
 
 
 def _check_commits(store: Store, spec: CacheSpec, found: Verification) -> list[Commit]:
-    def check(path: str) -> tuple[Commit | None, list[Problem]]:
-        part = Verification()
-        with part.collecting(path):
-            return _checked_commit(store, spec, path), []
-        return None, part.problems
-
     commits = []
+    paths = [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
     with ThreadPoolExecutor(THREADS) as pool:
-        paths = [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
-        for commit, problems in pool.map(check, paths):
-            found.problems += problems
-            commits += [] if commit is None else [commit]
+        checks = [pool.submit(_checked_commit, store, spec, path) for path in paths]
+        for path, check in zip(paths, checks, strict=True):
+            with found.collecting(path):
+                commits.append(check.result())
     return commits
 
 
@@ -147,7 +144,7 @@ def _files_to_check(manifest: Manifest | None, commits: Sequence[Commit], found:
     for entry in files:
         if named.get(entry.path) != entry:
             what = "no commit names it" if entry.path not in named else "its commit describes it differently"
-            found.problems.append(Problem(entry.path, MissingObject.code, f"{entry.path} is in manifest but {what}."))
+            found.add(entry.path, MissingObject(f"{entry.path} is in manifest but {what}."))
     published = {entry.path for entry in files}
     live = live_commits(commits, resolve_replacements(commits, manifest.replaced if manifest else {}))
     files += [named[entry.path] for c in live for entry in c.files if entry.path not in published]
@@ -179,8 +176,7 @@ def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Pa
         digest = store.download(entry.path, entry.size, out)
     found.files_read, found.bytes_read = 1, entry.size
     if digest != entry.sha256:
-        message = f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}."
-        found.problems.append(Problem(entry.path, CorruptFile.code, message))
+        found.add(entry.path, CorruptFile(f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}."))
     tokens, documents = 0, set()
     with DataFile(store, entry, spec, local=pa.memory_map(str(copy))) as file:
         for record in file.records():
@@ -194,13 +190,12 @@ def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Pa
     counted = {"records": found.records, "rows": found.rows, "tokens": tokens, "documents": len(documents)}
     for name, value in counted.items():
         if getattr(entry, name) != value:
-            message = f"{entry.path} holds {value:,} {name}, its entry says {getattr(entry, name):,}."
-            found.problems.append(Problem(entry.path, CorruptFile.code, message))
+            said = f"{entry.path} holds {value:,} {name}, its entry says {getattr(entry, name):,}."
+            found.add(entry.path, CorruptFile(said))
 
 
 def _check_row_invariants(record: Record, spec: CacheSpec) -> None:
     check_record(record, vocab_size=spec.tokenizer.vocab_size, top_k=spec.top_k)
     if record.content_key != content_key(spec.digest, record.input_ids, record.row_pos):
-        raise InvalidRecord(
-            "content_key", "content_key is not that of its tokens", doc_id=record.doc_id, window=record.window
-        )
+        said = "content_key is not that of its tokens"
+        raise InvalidRecord("content_key", said, doc_id=record.doc_id, window=record.window)

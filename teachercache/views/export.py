@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +17,6 @@ from teachercache.errors import UsageError
 from teachercache.format.objects import MAX_FILE_BYTES, ManifestFile
 from teachercache.parquet.codecs import get_codec
 from teachercache.read.cache import Cache
-from teachercache.read.tokenizer import download_tokenizer
 from teachercache.views.show import summary
 
 TARGET_BYTES = 500 * 2**20
@@ -38,34 +39,32 @@ def export(
     codec = get_codec("open", cache.spec.top_k, cache.spec.tokenizer.vocab_size)
     types = _meta_types(cache)
     done = 0
-    for split in cache.splits:
-        for source in sorted({f.source for f in cache.files(split)}):
-            numbers = _numbered(folder / "data" / split, source)
-            writer: pq.ParquetWriter | None = None
-            path = Path()
-            for entry in cache.files(split, source):
-                with cache.open_file(entry) as file:
-                    for block in file.blocks():
-                        table = codec.encode(dataclasses.replace(block, split=split, source=source), types)
-                        if writer is not None and (path.stat().st_size > target_bytes):
-                            writer.close()
-                            writer = None
-                        if writer is None:
-                            path = next(numbers)
-                            path.parent.mkdir(parents=True, exist_ok=True)
-                            writer = pq.ParquetWriter(path, table.schema, **codec.writer_options(table.schema))
-                            written.append(path)
-                        writer.write_table(table, row_group_size=len(table))
-                done += 1
-                if progress:
-                    progress(done, len(cache.manifest.files))
-            if writer is not None:
-                writer.close()
+    for split, source in sorted({(f.split, f.source) for f in cache.manifest.files}):
+        writer: pq.ParquetWriter | None = None
+        number = itertools.count()
+        for entry in cache.files(split, source):
+            with cache.open_file(entry) as file:
+                for block in file.blocks():
+                    table = codec.encode(block, types)
+                    if writer is not None and written[-1].stat().st_size > target_bytes:
+                        writer.close()
+                        writer = None
+                    if writer is None:
+                        path = folder / "data" / split / f"{source}-{next(number):05d}.parquet"
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        writer = pq.ParquetWriter(path, table.schema, **codec.writer_options(table.schema))
+                        written.append(path)
+                    writer.write_table(table, row_group_size=len(table))
+            done += 1
+            if progress:
+                progress(done, len(cache.manifest.files))
+        if writer is not None:
+            writer.close()
     (folder / "README.md").write_text(data_card(cache), encoding="utf-8")
-    (folder / "teacher.json").write_text(
-        json.dumps(cache.spec.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8"
-    )
-    _copy_tokenizer(cache, folder / "tokenizer")
+    identity = json.dumps(cache.spec.model_dump(mode="json"), indent=2)
+    (folder / "teacher.json").write_text(identity + "\n", encoding="utf-8")
+    with suppress(UsageError):  # the cache holds no tokenizer, which is allowed
+        shutil.copytree(cache.tokenizer_path(), folder / "tokenizer")
     return written
 
 
@@ -82,23 +81,6 @@ def _meta_types(cache: Cache) -> dict[str, pa.DataType]:
             for name, kind in found.items():
                 types[name] = kind if types.get(name, kind) == kind else pa.string()
     return types
-
-
-def _numbered(folder: Path, source: str) -> Iterator[Path]:
-    number = 0
-    while True:
-        yield folder / f"{source}-{number:05d}.parquet"
-        number += 1
-
-
-def _copy_tokenizer(cache: Cache, folder: Path) -> None:
-    try:
-        files = download_tokenizer(cache.store, cache.spec.tokenizer)
-    except UsageError:
-        return  # the cache holds none, which is allowed
-    folder.mkdir()
-    for file in sorted(files.iterdir()):
-        (folder / file.name).write_bytes(file.read_bytes())
 
 
 def data_card(cache: Cache) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich import filesize
 
 from teachercache.format.objects import ManifestFile
 from teachercache.read.cache import Cache, incomplete_message
@@ -30,24 +31,21 @@ class Sampled:
     """Statistics of the rows of some files."""
 
     files: int = 0
-    coverage: list[Floats] = field(default_factory=list)  # mass of the K
-    entropy: list[Floats] = field(default_factory=list)  # nats, of the K+1 outcomes: a lower bound of the full one
-    loss: list[Floats] = field(default_factory=list)  # nats, where the target lies in the request
-    top1: list[Floats] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    column_bytes: Counter[str] = field(default_factory=Counter)
     rows: int = 0
+    column_bytes: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, list[Floats]] = field(default_factory=lambda: defaultdict(list))
+
+    def values(self, name: str) -> Floats:
+        """Return all values of a statistic that `_sample` takes."""
+        return np.concatenate([np.empty(0), *self.parts[name]])
 
 
 def report(
     cache: Cache, *, sample_files: int = SAMPLE_FILES, progress: Callable[[int, int], None] | None = None
 ) -> str:
     """Return the page. Reads at most `sample_files` files, chosen by a fixed seed, and one row group of each."""
-    files = sorted(
-        random.Random(0).sample(cache.manifest.files, min(sample_files, len(cache.manifest.files))),
-        key=lambda f: f.path,
-    )
-    sampled = Sampled()
+    everything, sampled = cache.manifest.files, Sampled()
+    files = sorted(random.Random(0).sample(everything, min(sample_files, len(everything))), key=lambda f: f.path)
     for done, entry in enumerate(files, 1):
         _sample(cache, entry, sampled)
         if progress:
@@ -68,7 +66,7 @@ def report(
     title = html.escape(f"{data['teacher']['name']} · teacher cache")
     foot = html.escape(
         f"{data['url']} · manifest {data['manifest']} of {data['created']} · distributions from {sampled.rows:,} rows "
-        f"of {sampled.files} of {len(cache.manifest.files)} files"
+        f"of {sampled.files} of {len(everything)} files"
     )
     return page.replace("{{title}}", title).replace("{{body}}", "\n".join(sections)).replace("{{foot}}", foot)
 
@@ -86,24 +84,27 @@ def _sample(cache: Cache, entry: ManifestFile, into: Sampled) -> None:
     p = np.exp(logprobs)
     into.files += 1
     into.rows += len(p)
-    into.coverage.append(1 - np.exp(tail))
-    into.entropy.append(-(p * logprobs).sum(1) - np.exp(tail) * tail)
-    into.top1.append(p[:, 0])
-    into.loss.append(-block.target_logprob[~np.isnan(block.target_logprob)].astype(np.float64))
-    into.lengths += np.diff(block.token_offsets).tolist()
+    for name, values in {
+        "coverage": 1 - np.exp(tail),  # mass of the K
+        "entropy": -(p * logprobs).sum(1)
+        - np.exp(tail) * tail,  # nats, of the K+1 outcomes: a lower bound of the full one
+        "top1": p[:, 0],
+        "loss": -block.target_logprob[~np.isnan(block.target_logprob)],  # nats, where the target lies in the request
+        "length": np.diff(block.token_offsets),
+    }.items():
+        into.parts[name].append(values.astype(np.float64))
 
 
 # ---- pieces of the page ----------------------------------------------------------------------------------------
 
 
 def _tiles(data: dict[str, Any], sampled: Sampled) -> str:
-    loss = np.concatenate(sampled.loss) if sampled.loss else np.empty(0)
-    coverage = np.concatenate(sampled.coverage) if sampled.coverage else np.empty(0)
+    loss, coverage = sampled.values("loss"), sampled.values("coverage")
     tiles = [
         ("rows", f"{data['rows']:,}"),
         ("documents", f"{data['documents']:,}"),
         ("bytes a row", f"{data['bytes_per_row'] or 0:g}"),
-        ("size", _size(data["bytes"])),
+        ("size", filesize.decimal(data["bytes"])),
         (f"mass in the top {data['top_k']}", f"{coverage.mean():.1%}" if coverage.size else "–"),
         ("teacher's perplexity", f"{math.exp(loss.mean()):.2f}" if loss.size else "–"),
     ]
@@ -136,14 +137,13 @@ def _corpora_section(data: dict[str, Any]) -> str:
 def _distributions_section(sampled: Sampled, top_k: int) -> str:
     if not sampled.rows:
         return _section("Distributions", "<p>There are no rows.</p>")
-    coverage, entropy, top1 = (np.concatenate(v) for v in (sampled.coverage, sampled.entropy, sampled.top1))
-    loss = np.concatenate(sampled.loss)
+    coverage, entropy, top1, loss, length = map(sampled.values, ("coverage", "entropy", "top1", "loss", "length"))
     plots = [
         histogram(coverage, f"Mass in the top {top_k}", "probability", low=min(0.8, float(coverage.min())), high=1.0),
         histogram(top1, "Probability of the teacher's best token", "probability", low=0.0, high=1.0),
         histogram(entropy, f"Entropy of a row (top {top_k} and the rest)", "nats", low=0.0),
         histogram(loss, "Teacher's loss on the token that followed", "nats", low=0.0),
-        histogram(np.array(sampled.lengths, dtype=np.float64), "Length of a record", "tokens", low=0.0),
+        histogram(length, "Length of a record", "tokens", low=0.0),
     ]
     return _section("Distributions", '<div class="plots">' + "".join(plots) + "</div>")
 
@@ -152,15 +152,13 @@ def _bytes_section(sampled: Sampled) -> str:
     if not sampled.rows:
         return ""
     whole = sum(sampled.column_bytes.values())
-    items = [(name, size / whole, f"{size / whole:.1%}") for name, size in sampled.column_bytes.most_common(10)]
+    items = [(name, size, f"{size / whole:.1%}") for name, size in sampled.column_bytes.most_common(10)]
     return _section("Bytes by column", bars(items))
 
 
 def _drops_section(data: dict[str, Any]) -> str:
-    if not data["drops"]:
-        return _section("Dropped documents", "<p>None was dropped.</p>")
-    top = max(data["drops"].values())
-    return _section("Dropped documents", bars([(reason, n / top, f"{n:,}") for reason, n in data["drops"].items()]))
+    counts = [(reason, n, f"{n:,}") for reason, n in data["drops"].items()]
+    return _section("Dropped documents", bars(counts) if counts else "<p>None was dropped.</p>")
 
 
 def _throughput_section(cache: Cache) -> str:
@@ -222,11 +220,11 @@ def histogram(values: Floats, title: str, unit: str, *, low: float, high: float 
 
 
 def bars(items: Sequence[tuple[str, float, str]]) -> str:
-    """Draw (name, share of the longest, label) as horizontal bars in plain HTML."""
-    longest = max((share for _, share, _ in items), default=1.0) or 1.0
+    """Draw (name, size, label) as horizontal bars in plain HTML."""
+    longest = max(size for _, size, _ in items) or 1
     cells = []
-    for name, share, label in items:
-        bar = f'<i style="width:{100 * share / longest:.1f}%"></i>'
+    for name, size, label in items:
+        bar = f'<i style="width:{100 * size / longest:.1f}%"></i>'
         cells.append(f"<span>{html.escape(name)}</span><div>{bar}</div><em>{html.escape(label)}</em>")
     return f'<div class="bars">{"".join(cells)}</div>'
 
@@ -247,11 +245,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, code: bool = F
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)
     kind = ' class="code"' if code else ""
     return f'<div class="scroll"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    raise AssertionError("unreachable")

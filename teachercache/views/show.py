@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
@@ -51,39 +51,29 @@ def summary(cache: Cache) -> dict[str, Any]:
 
 def print_summary(cache: Cache, console: Console) -> None:
     """Print `summary` as two tables."""
-    data = summary(cache)
-    teacher = data["teacher"]
+    data, m, teacher, tokenizer = summary(cache), cache.manifest, cache.spec.teacher, cache.spec.tokenizer
+    how = f"{teacher.engine}, {teacher.dtype}, head {teacher.head_dtype}"
     grid = Table.grid(padding=(0, 2))
-    shards = data["shards"]
-    for name, value in (
-        ("cache", data["url"]),
-        ("manifest", f"{data['manifest']}, {data['created']}, {'complete' if data['complete'] else 'INCOMPLETE'}"),
-        (
-            "teacher",
-            f"{teacher['name']} {teacher['revision']} ({teacher['engine']}, {teacher['dtype']}, head {teacher['head_dtype']})",
-        ),
-        ("weights", teacher["weights_digest"][:16]),
-        ("tokenizer", f"{data['tokenizer']['digest'][:16]}, {data['tokenizer']['vocab_size']:,} tokens"),
-        ("top K", str(data["top_k"])),
-        ("rows", f"{data['rows']:,} in {data['documents']:,} documents ({data['tokens']:,} tokens)"),
-        ("size", f"{data['bytes']:,} bytes, {data['bytes_per_row'] or 0} a row, codec {', '.join(data['codecs'])}"),
-        (
-            "shards",
-            f"{shards['committed']} of {shards['planned']} planned committed, {shards['quarantined']} in quarantine",
-        ),
-        ("drops", ", ".join(f"{reason} {count:,}" for reason, count in data["drops"].items()) or "none"),
-    ):
+    for name, value in {
+        "cache": cache.url,
+        "manifest": f"{m.number}, {m.created}, {'complete' if m.complete else 'INCOMPLETE'}",
+        "teacher": f"{teacher.name} {teacher.revision} ({how})",
+        "weights": teacher.weights_digest[:16],
+        "tokenizer": f"{tokenizer.digest[:16]}, {tokenizer.vocab_size:,} tokens",
+        "top K": cache.spec.top_k,
+        "rows": f"{m.rows:,} in {m.documents:,} documents ({m.tokens:,} tokens)",
+        "size": f"{data['bytes']:,} bytes, {data['bytes_per_row'] or 0} a row, codec {', '.join(data['codecs'])}",
+        "shards": f"{m.shards_committed} of {m.shards_planned} planned committed, {m.shards_quarantined} in quarantine",
+        "drops": ", ".join(f"{reason} {count:,}" for reason, count in m.drops.items()) or "none",
+    }.items():
         grid.add_row(Text(name, style="bold"), Text(str(value)))
-    parts = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("split", "source"):
-        parts.add_column(name)
     numbers = ("files", "documents", "records", "tokens", "rows", "bytes")
-    for name in numbers:
-        parts.add_column(name, justify="right")
+    columns: tuple[Column | str, ...] = ("split", "source", *(Column(name, justify="right") for name in numbers))
+    parts = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     for part in data["parts"]:
         parts.add_row(part["split"], part["source"], *(f"{part[name]:,}" for name in numbers))
     console.print(Group(grid, Text(""), parts))
-    if not data["complete"]:
+    if not m.complete:
         console.print(Text(incomplete_message(cache), style="yellow"))
 
 
@@ -137,13 +127,12 @@ def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> Renderab
     """Return one record as a table; the token that really followed is green where it is among the teacher's best."""
     counts = f"{len(record.input_ids)} tokens, {len(record.row_pos)} rows"
     title = f"{record.doc_id} window {record.window} · {record.split}/{record.source} · {counts}"
-    table = Table(title=Text(title), title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
-    table.add_column("pos", justify="right", style="dim")
-    table.add_column("token")
-    table.add_column("next")
-    table.add_column("p(next)", justify="right")
-    table.add_column(f"teacher's {top} best", overflow="fold")
-    table.add_column("outside K", justify="right", style="dim")
+    columns = (
+        Column("pos", justify="right", style="dim"), "token", "next", Column("p(next)", justify="right"),
+        Column(f"teacher's {top} best", overflow="fold"), Column("outside K", justify="right", style="dim"),
+    )  # fmt: skip
+    layout: dict[str, Any] = {"header_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
+    table = Table(*columns, title=Text(title), title_justify="left", **layout)
     for row in rows:
         best = Text()
         for item in row["best"]:
@@ -151,13 +140,7 @@ def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> Renderab
             best.append(f"{item['token']} ", style=style)
             best.append(f"{item['probability']:.3f}  ", style="dim")
         probability = "" if row["next_probability"] is None else f"{row['next_probability']:.3f}"
-        masked = "" if row["loss_mask"] else "dim"
-        table.add_row(
-            str(row["position"]),
-            Text(row["token"]),
-            Text(row["next"] or "", style=masked),
-            probability,
-            best,
-            f"{row['tail_probability']:.3f}",
-        )
+        after = Text(row["next"] or "", style="" if row["loss_mask"] else "dim")
+        outside = f"{row['tail_probability']:.3f}"
+        table.add_row(str(row["position"]), Text(row["token"]), after, probability, best, outside)
     return table

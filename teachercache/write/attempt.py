@@ -99,11 +99,7 @@ class ShardAttempt:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def build(self, records: Iterable[Record]) -> None:
-        """Add records and finish: NEW -> BUILT.
-
-        Raises InvalidRecord at the first record that breaks an invariant; nothing is uploaded then.
-        """
-        self._expect(State.NEW)
+        """Add records and finish: NEW -> BUILT. Raises InvalidRecord at the first that breaks an invariant."""
         for record in records:
             self.add(record)
         self.finish()
@@ -131,8 +127,7 @@ class ShardAttempt:
         self._expect(State.BUILT)
         self._upload_began = self._clock()
         for entry in self.entries:
-            builder = self._builders[entry.split, entry.source]
-            self._store.create(entry.path, builder.local)
+            self._store.create(entry.path, self._builders[entry.split, entry.source].local)
         self.state = State.UPLOADED
 
     def commit(
@@ -149,16 +144,9 @@ class ShardAttempt:
         self._expect(State.UPLOADED)
         counts = {name: sum(getattr(entry, name) for entry in self.entries) for name in COUNTS}
         commit = Commit(
-            shard_id=self.shard_id,
-            attempt=self.attempt,
-            spec_digest=self._digest,
-            files=self.entries,
-            drops=dict(drops or {}),
-            replaces=sorted(replaces),
-            provenance=dict(provenance or {}),
-            created=utc_now(),
-            **counts,
-        )
+            shard_id=self.shard_id, attempt=self.attempt, spec_digest=self._digest, files=self.entries,
+            drops=dict(drops or {}), replaces=sorted(replaces), provenance=dict(provenance or {}), created=utc_now(), **counts,
+        )  # fmt: skip
         for entry in self.entries:
             found = self._store.head(entry.path).size
             if found != entry.size:

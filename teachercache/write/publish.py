@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from teachercache.errors import Exists, IncompleteCache, MissingObject, StoreUnavailable
 from teachercache.format import layout
-from teachercache.format.objects import Manifest, ManifestFile
+from teachercache.format.objects import COUNTS, Manifest, ManifestFile
 from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import CacheSpec
 from teachercache.store.ledger import Ledger
@@ -53,7 +53,7 @@ def publish(
 
 
 def _snapshot(
-    ledger: Ledger, newest: Manifest | None, allow_partial: bool, allow_repeated: bool, grace_seconds: float
+    ledger: Ledger, newest: Manifest | None, allow_partial: bool, allow_repeated_content: bool, grace_seconds: float
 ) -> Manifest:
     store, spec = ledger.store, ledger.spec()
     listed, plans, quarantined = ledger.dated_commits(), ledger.plans(), ledger.quarantines()
@@ -82,7 +82,8 @@ def _snapshot(
     files = [ManifestFile(**entry.model_dump(), shard_id=c.shard_id) for c in live for entry in c.files]
     files.sort(key=lambda f: f.path)
     _check_present(store, files, data)
-    uniqueness = check_unique(store, files, spec, allow_repeated_content=allow_repeated)
+    documents, repeated = check_unique(store, files, spec, allow_repeated_content=allow_repeated_content)
+    counts = {name: sum(getattr(f, name) for f in files) for name in COUNTS} | {"documents": documents}
     drops: Counter[str] = Counter()
     winners = set(replaced.values())
     for commit in commits:
@@ -99,12 +100,9 @@ def _snapshot(
         shards_planned=len(planned),
         shards_committed=len(planned & committed) if planned else len(committed),
         shards_quarantined=len(held),
-        documents=uniqueness.documents,
-        records=sum(f.records for f in files),
-        tokens=sum(f.tokens for f in files),
-        rows=sum(f.rows for f in files),
+        **counts,
         drops=dict(sorted(drops.items())),
-        repeated_content=uniqueness.repeated_content,
+        repeated_content=repeated,
         complete=not missing,
         parent=newest.digest if newest else None,
     )

@@ -5,7 +5,7 @@ The index holds the content_key of every record of every live commit (never of a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +15,7 @@ from teachercache.errors import MissingObject
 from teachercache.format.objects import FileEntry
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec
-from teachercache.parquet.codecs import Block
+from teachercache.parquet.block import Block
 from teachercache.parquet.datafile import DataFile
 from teachercache.store.ledger import Ledger
 from teachercache.store.liveness import live_commits, resolve_replacements
@@ -37,11 +37,11 @@ class ReuseIndex:
         self._files: list[FileEntry] = [entry for commit in live for entry in commit.files]
         with ThreadPoolExecutor(THREADS) as pool:
             parts = list(pool.map(self._keys_of, range(len(self._files))))
-        keys = np.concatenate([p[0] for p in parts]) if parts else np.empty(0, "V16")
-        places = np.concatenate([p[1] for p in parts]) if parts else np.empty((0, 3), np.int64)
+        keys = np.concatenate([np.empty(0, "V16"), *(keys for keys, _ in parts)])
+        places = np.concatenate([np.empty((0, 3), np.int64), *(places for _, places in parts)])
         order = np.argsort(keys, kind="stable")
         self._keys, self._places = keys[order], places[order]
-        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
+        self._block = functools.lru_cache(BLOCKS)(self._read_block)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -68,15 +68,9 @@ class ReuseIndex:
         i = int(np.searchsorted(self._keys, key))
         return i if i < len(self._keys) and self._keys[i] == key else None
 
-    def _block(self, file: int, group: int) -> Block:
-        place = (file, group)
-        if place not in self._blocks:
-            with DataFile(self._store, self._files[file], self._spec) as data:
-                self._blocks[place] = data.read_group(group)
-            if len(self._blocks) > BLOCKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(place)
-        return self._blocks[place]
+    def _read_block(self, file: int, group: int) -> Block:
+        with DataFile(self._store, self._files[file], self._spec) as data:
+            return data.read_group(group)
 
     def _keys_of(self, file: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         keys: list[bytes] = []

@@ -76,12 +76,8 @@ class CacheWriter:
 
         Every writer and collector of a cache must have the same `grace_seconds`.
         """
-        self.store = store
-        self.rows_per_group = rows_per_group
-        self.spec = spec
-        self.ledger = Ledger(store, spec)
-        self.codec = codec
-        self.grace_seconds = grace_seconds
+        self.store, self.spec, self.ledger = store, spec, Ledger(store, spec)
+        self.codec, self.grace_seconds, self.rows_per_group = codec, grace_seconds, rows_per_group
 
     @property
     def url(self) -> str:
@@ -143,14 +139,9 @@ class CacheWriter:
         """
         attempt = uuid.uuid4().hex
         entry = Quarantine(
-            shard_id=shard_id,
-            attempt=attempt,
-            scope=scope,
-            reason=reason,
-            message=message[:4000],
-            documents=list(documents),
-            created=utc_now(),
-        )
+            shard_id=shard_id, attempt=attempt, scope=scope, reason=reason, message=message[:4000],
+            documents=list(documents), created=utc_now(),
+        )  # fmt: skip
         self.store.create(layout.quarantine_path(shard_id, attempt), seal(entry))
 
     def quarantined(self) -> dict[str, Quarantine]:

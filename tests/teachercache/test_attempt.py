@@ -45,21 +45,21 @@ def test_an_exception_while_a_file_is_uploaded_leaves_nothing_that_a_reader_sees
     writer = teachercache.create(any_url, SPEC)
     writer.commit("before", synthetic_records(SPEC, 3))
     writer.publish()
-    real, calls = Store._put_new, []
+    real, calls = Store._put, []
 
-    def broken(self, path, data):
+    def broken(self, path, data, *, new):
         calls.append(path)
         if len(calls) >= 2:
             raise OSError("the cable was cut")
-        real(self, path, data)
+        real(self, path, data, new=new)
 
-    monkeypatch.setattr(Store, "_put_new", broken)
+    monkeypatch.setattr(Store, "_put", broken)
     records = synthetic_records(SPEC, 3, prefix="x", seed=1) + synthetic_records(
         SPEC, 3, prefix="y", seed=2, split="heldout"
     )
     with pytest.raises(StoreUnavailable):
         writer.commit("s", records)
-    monkeypatch.setattr(Store, "_put_new", real)
+    monkeypatch.setattr(Store, "_put", real)
     assert writer.committed() == {"before"}
     assert [r.doc_id for r in teachercache.open(any_url).records()] == ["doc-00000", "doc-00001", "doc-00002"]
     assert writer.commit("s", records).won, "running the shard again heals it"
