@@ -12,14 +12,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from pipeline.config import JobConfig, load_job
+from teachercache.configfile import commented_yaml
 from teachercache.console import print_json, run_cli, text_console
-
-if TYPE_CHECKING:
-    from pipeline.config import JobConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -34,14 +33,8 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides, for exam
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
-def _load(job: str, overrides: list[str] | None) -> JobConfig:
-    from pipeline.config import load_job
-
-    return load_job(job, overrides)
-
-
 def _cache_of(target: str, overrides: list[str] | None) -> str:
-    return _load(target, overrides).cache if target.endswith((".yaml", ".yml")) else target
+    return load_job(target, overrides).cache if target.endswith((".yaml", ".yml")) else target
 
 
 @app.command()
@@ -62,35 +55,21 @@ def plan(
     from pipeline.watching.progress import show_plan
     from pipeline.watching.status import measured_rate
 
-    config = _load(job, overrides)
+    config = load_job(job, overrides)
     prepared = prepare(config)
-    console = text_console(stderr=as_json)
+    console, planned = text_console(stderr=as_json), prepared.planned
     if as_json:
-        planned = prepared.planned
-        report = {
-            "plan": planned.plan.digest,
-            "spec": prepared.spec.digest,
-            "shards": len(planned.plan.shards),
-            "sources": [
-                {
-                    "source": e.source,
-                    "files": e.files,
-                    "bytes": e.bytes,
-                    "shards": e.shards,
-                    "estimated_documents": round(e.documents),
-                    "estimated_tokens": round(e.tokens),
-                    "estimated_rows": round(e.rows),
-                    "estimated_drops": dict(e.drops),
-                }
-                for e in planned.estimates
-            ],
-            "warnings": planned.warnings,
-        }
-        print_json(report, indent=None)
+        sources = []
+        for e in planned.estimates:
+            counts = {f"estimated_{name}": round(getattr(e, name)) for name in ("documents", "tokens", "rows")}
+            exact = {name: getattr(e, name) for name in ("source", "files", "bytes", "shards")}
+            sources.append({**exact, **counts, "estimated_drops": dict(e.drops)})
+        head = {"plan": planned.plan.digest, "spec": prepared.spec.digest, "shards": len(planned.plan.shards)}
+        print_json({**head, "sources": sources, "warnings": planned.warnings}, indent=None)
     else:
         gpus = float(config.teacher.gpus_per_actor or config.teacher.tensor_parallel)
-        show_plan(console, prepared.planned, rate or measured_rate(config.cache), gpus)
-        console.print(f"plan {prepared.planned.plan.digest[:16]} for cache {config.cache}")
+        show_plan(console, planned, rate or measured_rate(config.cache), gpus)
+        console.print(f"plan {planned.plan.digest[:16]} for cache {config.cache}")
     if show:
         from pipeline.watching.preview import show_documents
 
@@ -114,7 +93,7 @@ def run(
     from pipeline.watching.metrics import ActorMetrics, with_job_metrics
     from pipeline.watching.progress import Progress, human, say, show_outcome
 
-    config = _load(job, overrides)
+    config = load_job(job, overrides)
     console = text_console(stderr=as_json)
     progress, tell = Progress(console), partial(say, console)
 
@@ -147,12 +126,8 @@ def run(
     if as_json:
         report = {
             "reason": outcome.reason,
-            "committed": outcome.tally.committed,
-            "found": outcome.tally.found,
+            **{name: getattr(outcome.tally, name) for name in ("committed", "found", "drops", "tokens", "rows")},
             "quarantined": outcome.quarantined,
-            "drops": dict(outcome.tally.drops),
-            "tokens": outcome.tally.tokens,
-            "rows": outcome.tally.rows,
             "seconds": round(outcome.seconds, 2),
             "gpu_hours": round(outcome.gpu_hours, 6),
             "manifest": result.manifest.number if result.manifest else None,
@@ -254,9 +229,6 @@ def config() -> None:
 
     Example: python -m pipeline config > job.yaml
     """
-    from pipeline.config import JobConfig
-    from teachercache.configfile import commented_yaml
-
     print(commented_yaml(JobConfig), end="")
 
 

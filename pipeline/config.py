@@ -14,7 +14,7 @@ everything under `run` may change between two runs of the same job without chang
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -22,6 +22,7 @@ from teachercache import configfile
 from teachercache.format.layout import NAME
 from teachercache.store.store import refuse_credentials
 
+Kind = Literal["text", "messages", "input_ids", "prompt"]  # what a document is
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
 
 
@@ -33,40 +34,33 @@ class TeacherConfig(_Strict):
     """Which model makes the rows, and how it runs."""
 
     model: str = Field(description="folder of a Hugging Face model, or an id on the hub")
-    name: str | None = Field(default=None, description="name written into spec.json; the model's by default")
-    revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
+    name: str | None = Field(None, description="name written into spec.json; the model's by default")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
     engine: Literal["vllm", "hf", "noop"] = Field(
-        default="vllm",
-        description="vllm = the product, hf = transformers (slow reference), noop = made-up rows for tests",
+        "vllm", description="vllm = the product, hf = transformers (slow reference), noop = made-up rows for tests"
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        default="bfloat16", description="of weights and activations"
-    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="of weights and activations")
     head_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="of the logits; bf16 adds 0.06 to 0.25 nat of noise and many ties to every row"
+        "float32", description="of the logits; bf16 adds 0.06 to 0.25 nat of noise and many ties to every row"
     )
-    top_k: int = Field(default=100, ge=1, le=4096, description="tokens stored of each row (K)")
-    max_model_len: int = Field(
-        default=2048, ge=8, description="longest input plus the one token that the engine samples"
-    )
-    tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one node over which a teacher is split")
+    top_k: int = Field(100, ge=1, le=4096, description="tokens stored of each row (K)")
+    max_model_len: int = Field(2048, ge=8, description="longest input plus the one token that the engine samples")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one node over which a teacher is split")
     gpus_per_actor: float | None = Field(
-        default=None, ge=0, description="GPUs that an actor reserves; tensor_parallel by default where there are GPUs"
+        None, ge=0, description="GPUs that an actor reserves; tensor_parallel by default where there are GPUs"
     )
     threads: int | None = Field(
-        default=None, ge=1, description="OMP threads of an actor; by default the node's cores, divided among its actors"
+        None, ge=1, description="OMP threads of an actor; by default the node's cores, divided among its actors"
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to the engine as they are")
-    trust_remote_code: bool = Field(
-        default=False, description="let transformers and vLLM run code of the model's folder"
-    )
+    trust_remote_code: bool = Field(False, description="let transformers and vLLM run code of the model's folder")
     fast_path: Literal["auto", "off", "require"] = Field(
-        default="auto",
+        "auto",
         description="keep vLLM's tensors instead of rebuilding Python objects and, on CUDA, take the top-K in its worker; "
         "auto = where this release allows it",
     )
     canary: bool = Field(
-        default=True,
+        True,
         description="at every start compare the fast path with the public one, and a small model with transformers in float32",
     )
 
@@ -74,30 +68,27 @@ class TeacherConfig(_Strict):
 class Fields(_Strict):
     """Names of the columns that hold what is needed. Exactly one of text, messages, input_ids, prompt is used."""
 
-    text: str | None = Field(default=None, description="raw text; the column `text` where no field names the document")
-    messages: str | None = Field(default=None, description="a conversation; in generate mode its last turn is answered")
-    input_ids: str | None = Field(default=None, description="token ids, taken as they are")
-    id: str | None = Field(default=None, description="a document's id; by default made of its content and place")
-    loss_mask: str | None = Field(
-        default=None, description="with input_ids: one bool per token, false = do not learn it"
-    )
-    tools: str | None = Field(default=None, description="with messages: the tools that the template renders")
-    prompt: str | None = Field(default=None, description="in generate mode: raw text that the teacher continues")
-    continuation: str | None = Field(default=None, description="scored after `text` with the loss mask on it alone")
+    text: str | None = Field(None, description="raw text; the column `text` where no field names the document")
+    messages: str | None = Field(None, description="a conversation; in generate mode its last turn is answered")
+    input_ids: str | None = Field(None, description="token ids, taken as they are")
+    id: str | None = Field(None, description="a document's id; by default made of its content and place")
+    loss_mask: str | None = Field(None, description="with input_ids: one bool per token, false = do not learn it")
+    tools: str | None = Field(None, description="with messages: the tools that the template renders")
+    prompt: str | None = Field(None, description="in generate mode: raw text that the teacher continues")
+    continuation: str | None = Field(None, description="scored after `text` with the loss mask on it alone")
 
     @property
-    def kind(self) -> Literal["text", "messages", "input_ids", "prompt"]:
+    def _kinds(self) -> list[Kind]:
+        return [kind for kind in get_args(Kind) if getattr(self, kind) is not None]
+
+    @property
+    def kind(self) -> Kind:
         """Return what a document is."""
-        kinds: tuple[Literal["messages", "input_ids", "prompt"], ...] = ("messages", "input_ids", "prompt")
-        for kind in kinds:
-            if getattr(self, kind) is not None:
-                return kind
-        return "text"
+        return self._kinds[0] if self._kinds else "text"
 
     @model_validator(mode="after")
     def _one_kind(self) -> Fields:
-        named = [k for k in ("text", "messages", "input_ids", "prompt") if getattr(self, k) is not None]
-        if len(named) > 1:
+        if len(named := self._kinds) > 1:
             raise ValueError(f"one of text, messages, input_ids, prompt names the document, found {named}")
         if self.continuation is not None and self.kind != "text":
             raise ValueError("`continuation` follows a `text` field; name the prompt's column as `text`")
@@ -106,32 +97,24 @@ class Fields(_Strict):
     @property
     def text_column(self) -> str:
         """Return the column of raw text."""
-        return self.text if self.text is not None else "text"
+        return "text" if self.text is None else self.text
 
 
 class CorpusConfig(_Strict):
     """One source of documents."""
 
-    source: str = Field(default="default", pattern=_NAME, description="name of this source in the cache")
-    split: str = Field(default="train", pattern=_NAME, description="split of all its documents, unless `splits` is set")
-    splits: dict[str, float] | None = Field(default=None, description="fractions by hash of the document's text; sum 1")
+    source: str = Field("default", pattern=_NAME, description="name of this source in the cache")
+    split: str = Field("train", pattern=_NAME, description="split of all its documents, unless `splits` is set")
+    splits: dict[str, float] | None = Field(None, description="fractions by hash of the document's text; sum 1")
     files: list[str] = Field(min_length=1, description="paths or globs, any fsspec URL")
-    format: Literal["jsonl", "parquet", "text"] | None = Field(
-        default=None, description="from the file's name by default"
-    )
-    compression: Literal["none", "gzip", "zstd"] | None = Field(
-        default=None, description="from the file's name by default"
-    )
-    text_unit: Literal["file", "line"] = Field(default="file", description="what a document is in a text file")
-    fields: Fields = Field(
-        default=Fields(), description="names of the columns; one of text, messages, input_ids, prompt"
-    )
+    format: Literal["jsonl", "parquet", "text"] | None = Field(None, description="from the file's name by default")
+    compression: Literal["none", "gzip", "zstd"] | None = Field(None, description="from the file's name by default")
+    text_unit: Literal["file", "line"] = Field("file", description="what a document is in a text file")
+    fields: Fields = Field(Fields.model_validate({}), description="columns; one of text, messages, input_ids, prompt")
     meta: list[str] = Field(default_factory=list, description="columns carried into the cache as they are")
-    student: str | None = Field(
-        default=None, description="revision of the student that wrote the continuations (on-policy)"
-    )
-    sample: float = Field(default=1.0, gt=0, le=1, description="fraction of documents kept, by hash of the content")
-    limit_documents: int | None = Field(default=None, ge=1, description="at most this many documents of each file")
+    student: str | None = Field(None, description="revision of the student that wrote the continuations (on-policy)")
+    sample: float = Field(1.0, gt=0, le=1, description="fraction of documents kept, by hash of the content")
+    limit_documents: int | None = Field(None, ge=1, description="at most this many documents of each file")
 
     @field_validator("splits")
     @classmethod
@@ -150,17 +133,13 @@ class WindowsConfig(_Strict):
     """What happens to a document longer than `size` tokens."""
 
     policy: Literal["window", "truncate", "skip"] = Field(
-        default="window", description="cut it into overlapping windows, keep its beginning, or drop it"
+        "window", description="cut it into overlapping windows, keep its beginning, or drop it"
     )
-    size: int | None = Field(
-        default=None, ge=2, description="tokens of one input, BOS included; max_model_len − 1 by default"
-    )
+    size: int | None = Field(None, ge=2, description="tokens of one input, BOS included; max_model_len − 1 by default")
     min_context: int | None = Field(
-        default=None,
-        ge=0,
-        description="least context of a stored row, by which windows overlap; min(256, size/4) by default",
+        None, ge=0, description="least context of a stored row, by which windows overlap; min(256, size/4) by default"
     )
-    bos_every_window: bool = Field(default=False, description="give windows after the first a BOS too")
+    bos_every_window: bool = Field(False, description="give windows after the first a BOS too")
 
     @model_validator(mode="after")
     def _fits(self) -> WindowsConfig:
@@ -174,22 +153,20 @@ class WindowsConfig(_Strict):
 class ChatConfig(_Strict):
     """How messages become text."""
 
-    template: str | None = Field(default=None, description="path of a Jinja file; the tokenizer's template by default")
+    template: str | None = Field(None, description="path of a Jinja file; the tokenizer's template by default")
     template_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the template")
-    system: str | None = Field(default=None, description="system prompt put before conversations that have none")
-    mask: Literal["assistant", "all"] = Field(default="assistant", description="which tokens a student learns")
-    rows: Literal["all", "masked"] = Field(
-        default="all", description="`masked` stores rows only where the mask is true"
-    )
+    system: str | None = Field(None, description="system prompt put before conversations that have none")
+    mask: Literal["assistant", "all"] = Field("assistant", description="which tokens a student learns")
+    rows: Literal["all", "masked"] = Field("all", description="`masked` stores rows only where the mask is true")
 
 
 class FiltersConfig(_Strict):
     """Which documents are left out; empty and blank ones and invalid UTF-8 always are. Every drop is counted by reason."""
 
-    min_tokens: int = Field(default=1, ge=1, description="shorter documents are dropped")
-    max_tokens: int | None = Field(default=None, ge=1, description="longer documents are dropped before windowing")
+    min_tokens: int = Field(1, ge=1, description="shorter documents are dropped")
+    max_tokens: int | None = Field(None, ge=1, description="longer documents are dropped before windowing")
     dedup: Literal["none", "shard", "corpus"] = Field(
-        default="none",
+        "none",
         description="drop equal texts: `shard` needs no memory of other shards; `corpus` reads everything once while planning",
     )
 
@@ -197,95 +174,82 @@ class FiltersConfig(_Strict):
 class GenerateConfig(_Strict):
     """The teacher continues prompts, then the whole is scored by prefill; the loss mask is on the continuation."""
 
-    max_tokens: int = Field(default=256, ge=1, description="longest continuation")
-    temperature: float = Field(default=1.0, ge=0, description="0 = greedy")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus of the sampling; 1 = off")
-    top_k: int = Field(default=0, ge=0, description="sample among this many tokens; 0 = off")
-    seed: int = Field(default=0, description="with a document's content it seeds the sampling")
+    max_tokens: int = Field(256, ge=1, description="longest continuation")
+    temperature: float = Field(1.0, ge=0, description="0 = greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; 1 = off")
+    top_k: int = Field(0, ge=0, description="sample among this many tokens; 0 = off")
+    seed: int = Field(0, description="with a document's content it seeds the sampling")
 
 
 class RecipeConfig(_Strict):
     """What makes rows out of documents. Digested into every shard id."""
 
     mode: Literal["score", "generate"] = Field(
-        default="score", description="score documents as they are, or let the teacher continue them first"
+        "score", description="score documents as they are, or let the teacher continue them first"
     )
-    bos: Literal["auto", "always", "never"] = Field(
-        default="auto", description="auto = what the tokenizer does by itself"
-    )
-    eos: bool = Field(default=True, description="append EOS to raw text (chat templates bring their end marker)")
+    bos: Literal["auto", "always", "never"] = Field("auto", description="auto = what the tokenizer does by itself")
+    eos: bool = Field(True, description="append EOS to raw text (chat templates bring their end marker)")
     special_text: Literal["as_text", "as_tokens"] = Field(
-        default="as_text", description="whether `<|eos|>` written in raw text is the special token or plain characters"
+        "as_text", description="whether `<|eos|>` written in raw text is the special token or plain characters"
     )
-    windows: WindowsConfig = Field(default=WindowsConfig(), description="documents longer than one input")
-    chat: ChatConfig = Field(default=ChatConfig(), description="how conversations become text")
-    filters: FiltersConfig = Field(default=FiltersConfig(), description="which documents are left out")
-    generate: GenerateConfig = Field(default=GenerateConfig(), description="how the teacher continues prompts")
+    windows: WindowsConfig = Field(WindowsConfig.model_validate({}), description="documents longer than one input")
+    chat: ChatConfig = Field(ChatConfig.model_validate({}), description="how conversations become text")
+    filters: FiltersConfig = Field(FiltersConfig.model_validate({}), description="which documents are left out")
+    generate: GenerateConfig = Field(GenerateConfig.model_validate({}), description="how the teacher continues prompts")
 
 
 class RunConfig(_Strict):
     """How the work is run; changes no shard, except `shard_tokens` and `shard_bytes`, which cut the inputs."""
 
-    executor: Literal["ray", "inline"] = Field(
-        default="ray", description="inline = in this process, one teacher, no Ray"
-    )
-    actors: int = Field(default=1, ge=1, description="most actors (processes with one teacher) at a time")
-    shards_per_actor: int = Field(
-        default=2, ge=1, le=8, description="shards an actor overlaps, so that the engine never waits"
-    )
-    shard_tokens: int = Field(
-        default=2_000_000, ge=1, description="estimated tokens of a shard: one to three GPU-minutes"
-    )
-    shard_bytes: int | None = Field(default=None, ge=1, description="bytes of a shard instead (small machines)")
+    executor: Literal["ray", "inline"] = Field("ray", description="inline = in this process, one teacher, no Ray")
+    actors: int = Field(1, ge=1, description="most actors (processes with one teacher) at a time")
+    shards_per_actor: int = Field(2, ge=1, le=8, description="shards an actor overlaps, so that the engine never waits")
+    shard_tokens: int = Field(2_000_000, ge=1, description="estimated tokens of a shard: one to three GPU-minutes")
+    shard_bytes: int | None = Field(None, ge=1, description="bytes of a shard instead (small machines)")
     shard_timeout_s: float = Field(
-        default=3600,
+        3600,
         gt=0,
         description="end an actor whose shard has no result by then; longer for a shard of more than `shard_tokens`",
     )
-    actor_start_timeout_s: float = Field(default=1800, gt=0, description="give up when no actor is ready by then")
-    max_retries: int = Field(default=3, ge=0, description="failures of a shard after which it is quarantined")
-    allow_partial: bool = Field(default=False, description="publish although shards are quarantined or missing")
-    allow_repeated_content: bool = Field(default=False, description="publish although equal text is in two splits")
-    retry_quarantined: bool = Field(default=False, description="give quarantined shards another chance")
+    actor_start_timeout_s: float = Field(1800, gt=0, description="give up when no actor is ready by then")
+    max_retries: int = Field(3, ge=0, description="failures of a shard after which it is quarantined")
+    allow_partial: bool = Field(False, description="publish although shards are quarantined or missing")
+    allow_repeated_content: bool = Field(False, description="publish although equal text is in two splits")
+    retry_quarantined: bool = Field(False, description="give quarantined shards another chance")
     budget_gpu_hours: float | None = Field(
-        default=None,
+        None,
         gt=0,
         description="stop dispatching shards after this many GPU-hours (start-up included; an actor without a GPU counts "
         "as one); shards in progress finish, and the budget is per run",
     )
     on_truncated: Literal["quarantine", "keep"] = Field(
-        default="quarantine",
-        description="a compressed file that ends early: quarantine its shard, or keep what was read",
+        "quarantine", description="a compressed file that ends early: quarantine its shard, or keep what was read"
     )
     reuse: Literal["auto", "on", "off"] = Field(
-        default="auto",
+        "auto",
         description="copy rows of inputs that another plan of this cache has committed instead of computing them again; "
         "auto = where there are commits of another plan (each actor then reads their keys once)",
     )
     leases: bool = Field(
-        default=True, description="take shards by advisory leases, so that jobs on one cache do not start with the same"
+        True, description="take shards by advisory leases, so that jobs on one cache do not start with the same"
     )
-    log_every_s: float = Field(default=10, gt=0, description="seconds between two lines of progress")
+    log_every_s: float = Field(10, gt=0, description="seconds between two lines of progress")
 
 
 class JobConfig(_Strict):
     """A whole job file."""
 
     cache: str = Field(description="folder or URL of the cache; made where it is missing")
-    corpus_root: str | None = Field(default=None, description="folder or URL that relative `files` are looked up in")
+    corpus_root: str | None = Field(None, description="folder or URL that relative `files` are looked up in")
     teacher: TeacherConfig = Field(description="which model makes the rows, and how it runs")
     corpora: list[CorpusConfig] = Field(min_length=1, description="sources of documents")
-    recipe: RecipeConfig = Field(default=RecipeConfig(), description="what makes rows out of documents")
-    run: RunConfig = Field(default=RunConfig(), description="how the work is run")
+    recipe: RecipeConfig = Field(RecipeConfig.model_validate({}), description="what makes rows out of documents")
+    run: RunConfig = Field(RunConfig.model_validate({}), description="how the work is run")
 
     @model_validator(mode="after")
     def _consistent(self) -> JobConfig:
-        for url in (
-            self.cache,
-            self.corpus_root or "",
-            self.teacher.model,
-            *(f for c in self.corpora for f in c.files),
-        ):
+        inputs = (file for corpus in self.corpora for file in corpus.files)
+        for url in (self.cache, self.corpus_root or "", self.teacher.model, *inputs):
             refuse_credentials(url)
         size = self.recipe.windows.size
         if size is not None and size + 1 > self.teacher.max_model_len:

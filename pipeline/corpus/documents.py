@@ -50,20 +50,16 @@ def ascii_json(value: Any) -> str:
 
 
 def _text_value(value: Any, name: str) -> str:
-    if value is None:
-        raise Dropped("missing_field", name)
     if not isinstance(value, str):
         raise Dropped("wrong_type", f"{name} is {type(value).__name__}, expected a string")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:  # JSON may spell half of a surrogate pair
         raise Dropped("invalid_utf8", name) from None
-    return str(value)
+    return value
 
 
 def _messages_value(value: Any, name: str) -> list[dict[str, Any]]:
-    if value is None:
-        raise Dropped("missing_field", name)
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise Dropped("wrong_type", f"{name} should be a list of messages with a role")
     if not value:
@@ -83,13 +79,15 @@ def _messages_value(value: Any, name: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _ids_value(value: Any, name: str) -> np.ndarray:
-    if value is None:
-        raise Dropped("missing_field", name)
+def _array(value: Any, name: str) -> np.ndarray:
     try:
-        array = np.asarray(value)
-    except ValueError:
+        return np.asarray(value)
+    except ValueError:  # lists of unequal lengths
         raise Dropped("wrong_type", name) from None
+
+
+def _ids_value(value: Any, name: str) -> np.ndarray:
+    array = _array(value, name)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise Dropped("wrong_type", f"{name} should be a list of integers")
     if not array.size:
@@ -100,10 +98,7 @@ def _ids_value(value: Any, name: str) -> np.ndarray:
 
 
 def _mask_value(value: Any, ids: np.ndarray) -> np.ndarray:
-    try:
-        mask = np.asarray(value)
-    except ValueError:  # lists of unequal lengths
-        raise Dropped("wrong_type", "loss_mask") from None
+    mask = _array(value, "loss_mask")
     if mask.shape != ids.shape or mask.dtype.kind not in "biu":
         raise Dropped("wrong_type", "loss_mask needs one boolean per token")
     return mask.astype(bool)
@@ -130,37 +125,53 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
     """Return the document that a raw one holds, by the corpus's `fields`. Raises Dropped."""
     if raw.problem is not None or raw.value is None:
         raise Dropped(raw.problem or "wrong_type")
-    value, fields = raw.value, corpus.fields
-    kind = fields.kind
+    value, fields, kind = raw.value, corpus.fields, corpus.fields.kind
+
+    def wanted(column: str | None) -> tuple[Any, str]:
+        """Return the value of a column that must be there, and its name."""
+        name = str(column)
+        if value.get(name) is None:
+            raise Dropped("missing_field", name)
+        return value[name], name
+
     text, messages, ids, mask, tools, continuation = "", [], None, None, None, None
     if kind in ("text", "prompt"):
-        name = fields.text_column if kind == "text" else str(fields.prompt)
-        text = _text_value(value.get(name), name)
+        text = _text_value(*wanted(fields.text_column if kind == "text" else fields.prompt))
         if not text.strip():
             raise Dropped("blank" if text else "empty")
         hashed = text.encode()
         if fields.continuation is not None:
-            continuation = _text_value(value.get(fields.continuation), fields.continuation)
+            continuation = _text_value(*wanted(fields.continuation))
             if not continuation:
                 raise Dropped("empty_continuation")
             hashed += b"\0" + continuation.encode()
     elif kind == "messages":
-        messages = _messages_value(value.get(str(fields.messages)), str(fields.messages))
+        messages = _messages_value(*wanted(fields.messages))
         tools = value.get(fields.tools) if fields.tools else None
         try:
             hashed = ascii_json([messages, tools]).encode()
         except (TypeError, ValueError):
             raise Dropped("wrong_type", "messages hold values that JSON cannot") from None
     else:
-        ids = _ids_value(value.get(str(fields.input_ids)), str(fields.input_ids))
+        ids = _ids_value(*wanted(fields.input_ids))
         hashed = ids.tobytes()
         if fields.loss_mask is not None:
             mask = _mask_value(value.get(fields.loss_mask), ids)
     content_hash = hashlib.blake2b(hashed, digest_size=16).digest()
     if corpus.sample < 1.0 and fraction_of(content_hash, "sample0") >= corpus.sample:
         raise Dropped("sampled_out")
+    if fields.id is not None:
+        given, name = wanted(fields.id)
+        if given == "":
+            raise Dropped("missing_field", name)
+        if not isinstance(given, (str, int)) or isinstance(given, bool):
+            raise Dropped("wrong_type", f"{name} should be a string or an integer")
+        doc_id = str(given)
+    else:  # the content; and the place, unless equal documents are dropped
+        place = hashlib.blake2b(f"{input_digest}:{raw.ordinal}".encode(), digest_size=6).hexdigest()
+        doc_id = content_hash.hex() + ("" if filters.dedup == "corpus" else f"-{place}")
     return Document(
-        doc_id=_doc_id(value, corpus, filters, content_hash, input_digest, raw.ordinal),
+        doc_id=doc_id,
         ordinal=raw.ordinal,
         source=corpus.source,
         split=choose_split(corpus, content_hash),
@@ -174,25 +185,3 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
         continuation=continuation,
         meta={name: value.get(name) for name in corpus.meta},
     )
-
-
-def _doc_id(
-    value: dict[str, Any],
-    corpus: CorpusConfig,
-    filters: FiltersConfig,
-    content_hash: bytes,
-    input_digest: str,
-    ordinal: int,
-) -> str:
-    """Return the id of the corpus, or the content's hash; the place is added unless equal documents are dropped."""
-    if corpus.fields.id is not None:
-        given = value.get(corpus.fields.id)
-        if given is None or given == "":
-            raise Dropped("missing_field", corpus.fields.id)
-        if not isinstance(given, (str, int)) or isinstance(given, bool):
-            raise Dropped("wrong_type", f"{corpus.fields.id} should be a string or an integer")
-        return str(given)
-    if filters.dedup == "corpus":
-        return content_hash.hex()
-    place = hashlib.blake2b(f"{input_digest}:{ordinal}".encode(), digest_size=6).hexdigest()
-    return f"{content_hash.hex()}-{place}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config import JobConfig
 from pipeline.corpus.documents import Document, Dropped
-from pipeline.corpus.templates import Render, assistant_spans, end_markers, make_renderer
+from pipeline.corpus.templates import Render, assistant_spans, end_markers, make_renderer, special_pattern
 from pipeline.corpus.windows import context_of, spans
 from teachercache import TokenizerSpec, fingerprint_tokenizer
 from teachercache.errors import UsageError
@@ -62,22 +61,18 @@ class Encoder:
         self._text_backend: Any = _load(model_path)
         self._text_backend.encode_special_tokens = job.recipe.special_text == "as_text"
         self.bos_id, self.eos_id, self.vocab_size = spec.bos_id, spec.eos_id, spec.vocab_size
-        added = self.backend.get_added_tokens_decoder()
-        self.special_tokens = [t.content for t in added.values() if t.special and t.content]
-        names = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
-        self._special_text = re.compile("|".join(names)) if names else None
+        added = self.backend.get_added_tokens_decoder().values()
+        self._special = special_pattern(token.content for token in added if token.special)
         self.add_bos = self._decide_bos(Path(model_path))
         if job.recipe.eos and self.eos_id is None and any(c.fields.kind == "text" for c in job.corpora):
-            raise UsageError(
-                f"{model_path}: recipe.eos is true but the tokenizer has no EOS token; set recipe.eos=false"
-            )
+            raise UsageError(f"{model_path}: recipe.eos is true, the tokenizer has no EOS token; set recipe.eos=false")
         self._chat: Render | None = None
         self.chat_template: str | None = None  # what conversations are rendered by
         self.stop_ids: list[int] = []  # in generate mode: ends of an answer, in addition to the teacher's
         if any(c.fields.kind == "messages" for c in job.corpora):
             self._chat = self._renderer(model_path)
             if job.recipe.mode == "generate":
-                ends = end_markers(self._chat, self.special_tokens)
+                ends = end_markers(self._chat, self._special)
                 self.stop_ids = [i for i in map(self.backend.token_to_id, ends) if i is not None]
         try:
             context_of(job.recipe.windows, job.window_size)
@@ -87,18 +82,15 @@ class Encoder:
     def _decide_bos(self, folder: Path) -> bool:
         """Return whether a BOS is put in front: by the recipe, else as transformers would do it with this tokenizer."""
         choice = self.job.recipe.bos
-        if choice == "never":
-            return False
-        if choice == "always":
-            if self.bos_id is None:
-                raise UsageError("recipe.bos is always, but the tokenizer has no BOS token; set recipe.bos=never")
-            return True
+        if choice == "always" and self.bos_id is None:
+            raise UsageError("recipe.bos is always, but the tokenizer has no BOS token; set recipe.bos=never")
+        if choice != "auto" or self.bos_id is None:
+            return choice == "always"
         config = folder / "tokenizer_config.json"
         stated = json.loads(config.read_bytes()).get("add_bos_token") if config.is_file() else None
-        if stated is not None and self.bos_id is not None:
+        if stated is not None:
             return bool(stated)
-        probe = self.backend.encode("a", add_special_tokens=True).ids
-        return self.bos_id is not None and probe[:1] == [self.bos_id]
+        return bool(self.backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id])
 
     def _renderer(self, model_path: str | Path) -> Render:
         from transformers import AutoTokenizer  # takes seconds to import: only where a template is rendered
@@ -106,9 +98,8 @@ class Encoder:
         chat = self.job.recipe.chat
         try:
             template = None if chat.template is None else Path(chat.template).read_text(encoding="utf-8")
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(model_path), trust_remote_code=self.job.teacher.trust_remote_code
-            )
+            trusted = self.job.teacher.trust_remote_code
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=trusted)
         except OSError as error:
             raise UsageError(f"recipe.chat.template or {model_path}: {str(error).splitlines()[0]}") from error
         if not (template or tokenizer.chat_template):
@@ -123,28 +114,19 @@ class Encoder:
 
     # -- text → tokens -------------------------------------------------------------------------------------------
 
-    def _plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return token ids of raw texts, no special tokens added."""
-        return [
-            np.asarray(e.ids, dtype=np.int32)
-            for e in self._text_backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
-
     def tokens(self, documents: Sequence[Document]) -> list[Tokens | Dropped]:
         """Return tokens of documents; in the place of one that cannot be used, its Dropped."""
         texts = [d.text for d in documents if d.kind in ("text", "prompt")]
         continuations = [d.continuation for d in documents if d.continuation is not None]
-        encoded = iter(self._plain([*texts, *continuations]))
-        first = [next(encoded) for _ in texts]
-        second = list(encoded)
-        plain, after = iter(first), iter(second)
+        encoded = self._text_backend.encode_batch_fast([*texts, *continuations], add_special_tokens=False)
+        ids = [np.asarray(e.ids, dtype=np.int32) for e in encoded]
+        first, second = iter(ids[: len(texts)]), iter(ids[len(texts) :])
         result: list[Tokens | Dropped] = []
         for document in documents:
             try:
                 if document.kind in ("text", "prompt"):
-                    ids = next(plain)
-                    tail = None if document.continuation is None else next(after)
-                    result.append(self._text_tokens(document, ids, tail))
+                    tail = None if document.continuation is None else next(second)
+                    result.append(self._text_tokens(document, next(first), tail))
                 elif document.kind == "messages":
                     result.append(self._chat_tokens(document))
                 else:
@@ -160,14 +142,12 @@ class Encoder:
         if continuation is not None:
             if not continuation.size:
                 raise Dropped("empty_continuation")
-            learn[:] = False
+            learn = np.arange(ids.size + continuation.size) >= ids.size
             ids = np.concatenate([ids, continuation])
-            learn = np.concatenate([learn, np.ones(continuation.size, dtype=bool)])
         bos = self._leading_bos(ids)
         ids, learn = ids[bos:], learn[bos:]
         if self.job.recipe.eos and document.kind == "text" and ids.size and ids[-1] != self.eos_id:
-            ids = np.concatenate([ids, np.asarray([self.eos_id], dtype=np.int32)])
-            learn = np.append(learn, True)
+            ids, learn = np.append(ids, np.asarray(self.eos_id, dtype=np.int32)), np.append(learn, True)
         return Tokens(ids, learn, self.add_bos)
 
     def _leading_bos(self, ids: np.ndarray) -> int:
@@ -178,56 +158,37 @@ class Encoder:
         return int(others[0]) if others.size else ids.size - 1
 
     def _chat_tokens(self, document: Document) -> Tokens:
-        chat = self.job.recipe.chat
-        messages = document.messages
+        """Return the tokens of a conversation; in generate mode up to where the answer begins, none of them learned."""
+        recipe, chat = self.job.recipe, self.job.recipe.chat
+        messages, tools, generates = document.messages, document.tools, recipe.mode == "generate"
         if chat.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": chat.system}, *messages]
-        if self.job.recipe.mode == "generate":
-            return self._chat_prompt(messages, document.tools)
-        self._refuse_markup(messages, document.tools)
-        if chat.mask == "assistant":
-            text, parts = assistant_spans(messages, self.render, self.special_tokens, document.tools)
+        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        if recipe.special_text == "as_text" and (found := self._special.search(written)):  # it would become a real one
+            raise Dropped("special_text", f"a message holds {found[0]!r}; recipe.special_text=as_tokens allows that")
+        by_spans = chat.mask == "assistant" and not generates
+        parts: list[tuple[int, int]] = []
+        if generates and messages[-1]["role"] == "assistant":
+            raise Dropped(ENDS_WITH_ASSISTANT, "there is no turn left to answer")
+        if by_spans:
+            text, parts = assistant_spans(messages, self.render, self._special, tools)
         else:
-            text, parts = self.render(messages, tools=document.tools), []
-        encoding = self._encode_rendered(text)
+            text = self.render(messages, tools=tools, add_generation_prompt=generates)
+        try:
+            encoding = self.backend.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:  # half a surrogate pair, in a part of a message or a tool
+            raise Dropped("invalid_utf8", "the rendered conversation") from error
         ids = np.asarray(encoding.ids, dtype=np.int32)
         if not ids.size:
             raise Dropped("empty")
-        if chat.mask == "all":
-            learn = np.ones(ids.size, dtype=bool)
-        else:
+        learn = np.full(ids.size, not generates)
+        if by_spans:
             learn = mask_of_spans(np.asarray(encoding.offsets, dtype=np.int64), parts)
             if not learn.any():
                 raise Dropped("mask_all_false", "no token is the assistant's")
         # `auto` leaves the BOS to the template; one that it writes is counted as the added one
         bos = self._leading_bos(ids)
-        return Tokens(ids[bos:], learn[bos:], bos > 0 or self.job.recipe.bos == "always")
-
-    def _refuse_markup(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Drop a message that writes special tokens, which would become real ones, unless `special_text: as_tokens`."""
-        if self.job.recipe.special_text == "as_tokens" or self._special_text is None:
-            return
-        found = self._special_text.search(json.dumps([messages, tools], ensure_ascii=False, default=str))
-        if found:
-            raise Dropped("special_text", f"a message holds {found[0]!r}; recipe.special_text=as_tokens allows that")
-
-    def _encode_rendered(self, text: str) -> Any:
-        try:
-            return self.backend.encode(text, add_special_tokens=False)
-        except (TypeError, UnicodeEncodeError) as error:  # half a surrogate pair, in a part of a message or a tool
-            raise Dropped("invalid_utf8", "the rendered conversation") from error
-
-    def _chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Tokens:
-        """Return the tokens of a conversation up to where the assistant's answer begins; nothing of it is learned."""
-        self._refuse_markup(messages, tools)
-        if messages[-1]["role"] == "assistant":
-            raise Dropped(ENDS_WITH_ASSISTANT, "there is no turn left to answer")
-        text = self.render(messages, tools=tools, add_generation_prompt=True)
-        ids = np.asarray(self._encode_rendered(text).ids, dtype=np.int32)
-        if not ids.size:
-            raise Dropped("empty")
-        bos = self._leading_bos(ids)
-        return Tokens(ids[bos:], np.zeros(ids.size - bos, dtype=bool), bos > 0 or self.job.recipe.bos == "always")
+        return Tokens(ids[bos:], learn[bos:], bos > 0 or recipe.bos == "always")
 
     def _given_tokens(self, document: Document) -> Tokens:
         ids = document.input_ids
@@ -252,20 +213,16 @@ class Encoder:
         masked = recipe.chat.rows == "masked"
         for span in spans(length, self.job.window_size, recipe.windows, int(tokens.bos)):
             own_bos = tokens.bos and (span.index == 0 or recipe.windows.bos_every_window)
-            ids = tokens.ids[span.start : span.stop]
-            shift = 0
+            ids, shift = tokens.ids[span.start : span.stop], int(own_bos)
             if own_bos:
-                ids, shift = np.concatenate([np.asarray([self.bos_id], dtype=np.int32), ids]), 1
+                ids = np.concatenate([np.asarray([self.bos_id], dtype=np.int32), ids])
             # the row at an added BOS predicts the first token: it exists once, in the first window
             first = span.first_row - span.start + (shift if span.index > 0 else 0)
             row_pos = np.arange(first, ids.size, dtype=np.int32)
             # row at position p of the document is about token p + 1; nothing follows the last one
             following = row_pos.astype(np.int64) + 1 - shift + span.start
-            loss_mask = np.zeros(row_pos.size, dtype=bool)
-            inside = following < length
-            loss_mask[inside] = tokens.learn[following[inside]]
-            if row_pos.size:
-                loss_mask[-1] = False  # the token that follows is not in this input
+            loss_mask = tokens.learn[np.minimum(following, length - 1)]
+            loss_mask[-1:] = False  # the token that follows is not in this input
             if masked:
                 row_pos, loss_mask = row_pos[loss_mask], loss_mask[loss_mask]
                 if not row_pos.size:

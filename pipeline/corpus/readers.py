@@ -70,6 +70,15 @@ def unit_of(url: str, corpus: CorpusConfig) -> Unit:
     return "bytes"
 
 
+def decompressor(compression: str) -> Any:
+    """Return what decompresses one gzip member or zstd frame."""
+    if compression == "gzip":
+        return zlib.decompressobj(31)
+    import zstandard
+
+    return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
+
+
 class _Frames(io.RawIOBase):
     """Decompressed bytes of gzip members or zstd frames. What precedes a cut or damage is given before the error.
 
@@ -111,7 +120,7 @@ class _Frames(io.RawIOBase):
                 if self._codec is None:
                     if self._compression == "gzip" and not data.strip(b"\0"):
                         break  # padding after the last member
-                    self._codec = self._new_codec()
+                    self._codec = decompressor(self._compression)
                 pieces.append(self._codec.decompress(data))
                 if not self._codec.eof:
                     break
@@ -119,13 +128,6 @@ class _Frames(io.RawIOBase):
         finally:
             self._plain = b"".join(pieces)
         return True
-
-    def _new_codec(self) -> Any:
-        if self._compression == "gzip":
-            return zlib.decompressobj(31)
-        import zstandard
-
-        return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
 
 
 @contextlib.contextmanager
@@ -141,10 +143,7 @@ def _skip(handle: IO[bytes], count: int) -> None:
     if handle.seekable():
         handle.seek(count)
         return
-    while count > 0:
-        data = handle.read(min(count, 1 << 20))
-        if not data:
-            return
+    while count > 0 and (data := handle.read(min(count, 1 << 20))):
         count -= len(data)
 
 
@@ -170,26 +169,20 @@ def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[in
                 position += len(line)
             yield offset, position, None
         else:
-            yield offset, position, line.rstrip(b"\r\n")
+            yield offset, position, (line if offset else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
 
 
-def _decode(data: bytes) -> str | None:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
-def _parse_line(offset: int, line: bytes | None, kind: str, text_column: str) -> RawDocument | None:
-    if line is None:
+def _parse(offset: int, data: bytes | None, kind: str, text_column: str) -> RawDocument:
+    if data is None:
         return RawDocument(offset, None, "oversized")
-    text = _decode(line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line)
-    if text is None:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
         return RawDocument(offset, None, "invalid_utf8")
     if kind == "text":
         return RawDocument(offset, {text_column: text})
     if not text.strip():
-        return RawDocument(offset, None, "empty_line") if text else None
+        return RawDocument(offset, None, "empty_line")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -221,28 +214,20 @@ def _read(url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, read
         with _decompressed(url, compression, read_ahead) as handle:
             if kind == "text" and corpus.text_unit == "file":
                 data = handle.read(MAX_DOCUMENT_BYTES + 1)
-                yield _whole_file(data, corpus)
+                yield _parse(0, data if len(data) <= MAX_DOCUMENT_BYTES else None, kind, corpus.fields.text_column)
                 return
             for offset, end, line in _lines(handle, start, stop if unit == "bytes" else None):
-                document = _parse_line(offset, line, kind, corpus.fields.text_column)
-                if document is not None:
-                    document.end = end
-                    yield document
-                    last_good, count = offset, count + 1
+                if line == b"" and kind == "jsonl":
+                    continue
+                document = _parse(offset, line, kind, corpus.fields.text_column)
+                document.end = end
+                yield document
+                last_good, count = offset, count + 1
     except Exception as error:
         damaged = isinstance(error, (EOFError, zlib.error)) or type(error).__name__ == "ZstdError"
         if compression == "none" or not damaged:
             raise
         raise InputDamaged(url, last_good, count, " ".join(str(error).split())) from error
-
-
-def _whole_file(data: bytes, corpus: CorpusConfig) -> RawDocument:
-    if len(data) > MAX_DOCUMENT_BYTES:
-        return RawDocument(0, None, "oversized")
-    text = _decode(data)
-    if text is None:
-        return RawDocument(0, None, "invalid_utf8")
-    return RawDocument(0, {corpus.fields.text_column: text})
 
 
 def wanted_columns(corpus: CorpusConfig) -> list[str]:

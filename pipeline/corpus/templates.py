@@ -9,7 +9,7 @@ again, then taking the end marker (the special token that follows) along. Two re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pipeline.corpus.documents import Dropped
@@ -25,29 +25,26 @@ def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any
 
     def render(messages: Sequence[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False) -> str:
         try:
-            text: str = tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools or None,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **arguments,
-            )
-            return text
+            options = {"chat_template": template, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+            return str(tokenizer.apply_chat_template(list(messages), tools=tools or None, **options, **arguments))
         except Exception as error:  # jinja2 raises its own classes, templates raise through raise_exception()
             raise Dropped("template_error", " ".join(str(error).split())[:200]) from error
 
     return render
 
 
-def end_markers(render: Render, special_tokens: Sequence[str]) -> list[str]:
+def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return what matches special tokens, the longest first; nothing where there are none."""
+    return re.compile("|".join(sorted((re.escape(t) for t in tokens if t), key=len, reverse=True)) or r"(?!)")
+
+
+def end_markers(render: Render, special: re.Pattern[str]) -> list[str]:
     """Return the special token that follows an answer, where the template writes one: what a teacher must stop at."""
     try:
         text = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}])
     except Dropped:  # a template that refuses so plain a conversation shows no end
         return []
-    names = "|".join(sorted((re.escape(t) for t in special_tokens if t), key=len, reverse=True))
-    found = re.search(names, text[text.rfind(_SENTINEL) :]) if names and _SENTINEL in text else None
+    found = special.search(text, text.rfind(_SENTINEL)) if _SENTINEL in text else None
     return [found[0]] if found else []
 
 
@@ -63,30 +60,15 @@ def _common_prefix(a: str, b: str) -> int:
     return low
 
 
-def _common_suffix(a: str, b: str, limit: int) -> int:
-    """Return the length of the longest common suffix, at most `limit`."""
-    low, high = 0, min(len(a), len(b), limit)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[len(a) - middle : len(a) - low] == b[len(b) - middle : len(b) - low]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str] | None) -> int:
+def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str]) -> int:
     """Return the end of the turn that begins at `start`, end marker included; `other` has other content in that turn."""
     # the suffix may not reach back into what is before the turn
-    suffix = _common_suffix(full, other, len(full) - start)
+    suffix = _common_prefix(full[start:][::-1], other[::-1])
     end = len(full) - suffix
     written = other.rfind(_SENTINEL) + len(_SENTINEL)
     if written < len(_SENTINEL):
         raise Dropped("template_drops_turn", "the template leaves an assistant turn out")
-    same_marker = written >= len(other) - suffix
-    if special is None:
-        return end
-    if not same_marker:
+    if written < len(other) - suffix:
         # the two turns end in different markers (a call and an answer): ours lies before the meeting point
         for match in special.finditer(full, start):
             if match.start() < end <= match.end():
@@ -97,7 +79,7 @@ def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str] | N
 
 
 def assistant_spans(
-    messages: Sequence[dict[str, Any]], render: Render, special_tokens: Sequence[str], tools: Any = None
+    messages: Sequence[dict[str, Any]], render: Render, special: re.Pattern[str], tools: Any = None
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the rendered conversation and the [start, end) spans of the assistant's turns with end markers.
 
@@ -105,8 +87,6 @@ def assistant_spans(
     more messages follow, in a way that hides where a turn starts.
     """
     full = render(messages, tools=tools)
-    names = sorted((re.escape(t) for t in special_tokens if t), key=len, reverse=True)
-    special = re.compile("|".join(names)) if names else None
     spans: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -120,8 +100,7 @@ def assistant_spans(
                 raise Dropped("template_unstable", f"turn {index} does not start where its generation prompt ends")
         replaced = [*messages[:index], {"role": "assistant", "content": _SENTINEL}, *messages[index + 1 :]]
         end = _end_of_turn(full, start, render(replaced, tools=tools), special)
-        if spans and start < spans[-1][1]:
-            start = spans[-1][1]
+        start = max(start, spans[-1][1] if spans else 0)
         if end > start:
             spans.append((start, end))
     return full, spans

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-from pipeline.config import CorpusConfig, JobConfig
+from pipeline.config import JobConfig
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.inputs import InputFile, expand, fingerprint_all
 from pipeline.corpus.readers import OPEN_END
 from pipeline.planning.dedup import mark_duplicates
 from pipeline.planning.prior_plans import PriorPlans
-from pipeline.planning.ranges import LARGE_WHOLE_FILE, Cut, cut, shard_id
+from pipeline.planning.ranges import LARGE_WHOLE_FILE, cut, shard_id
 from pipeline.planning.recipe import recipe_digest, recipe_of
 from pipeline.planning.sample import SourceEstimate, check_sample, estimate, shape_of, take_sample, text_units
 from teachercache.errors import UsageError
@@ -35,20 +36,11 @@ class Planned:
     warnings: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A corpus entry of the job: its place, and the digest of its recipe."""
-
-    place: int
-    corpus: CorpusConfig
-    recipe: str
-
-
 def _plan_file(
-    file: InputFile, source: _Source, job: JobConfig, encoder: Encoder, given: list[Cut] | None
+    job: JobConfig, place: int, recipe: str, encoder: Encoder, prior: PriorPlans, file: InputFile
 ) -> tuple[list[PlanShard], SourceEstimate, list[str]]:
-    """Return the shards of one input file, its estimate, and warnings. `given`: the cut that an earlier job began."""
-    corpus = source.corpus
+    """Return the shards of a file of the job's corpus at `place`, of this recipe digest, its estimate, and warnings."""
+    corpus = job.corpora[place]
     shape = shape_of(file, corpus)
     sample = take_sample(file, shape, corpus, job, encoder)
     warning = check_sample(file, corpus, sample, whole=sample.units >= shape.total)
@@ -57,16 +49,15 @@ def _plan_file(
     found = estimate(file, shape, corpus, sample, units)
     cuts = cut(shape, corpus, job.run, sample.tokens_per_unit, units)
     if [c[0] for c in cuts] == ["file"] and shape.total > LARGE_WHOLE_FILE and shape.compression != "none":
-        warnings.append(
-            f"{file.url}: {file.size / 2**20:.0f} MiB without seek points is one shard; split it to share it"
-        )
-    cuts = given or cuts
+        size = f"{file.size / 2**20:.0f} MiB"
+        warnings.append(f"{file.url}: {size} without seek points is one shard; split it to share it")
+    cuts = prior.cuts.get((file.digest, recipe), cuts)  # the cut that an earlier job began is kept
     extent = max(1, round(units) if cuts and cuts[-1][2] == OPEN_END else shape.total)
     shards = [
         PlanShard(
-            shard_id=shard_id(file.digest, start, stop, unit, source.recipe),
+            shard_id=shard_id(file.digest, start, stop, unit, recipe),
             source=corpus.source,
-            corpus=source.place,
+            corpus=place,
             input=file.url,
             input_digest=file.digest,
             start=start,
@@ -80,9 +71,7 @@ def _plan_file(
     return shards, found, warnings
 
 
-def make_plan(
-    job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPlans | None = None, threads: int = 8
-) -> Planned:
+def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPlans | None = None) -> Planned:
     """Plan a whole job. Cost: one HEAD (or local hash) and a sample of 32 KiB of every file.
 
     prior: what the cache holds. Inputs that have committed shards keep their cut, and, in corpus-wide de-duplication,
@@ -96,33 +85,30 @@ def make_plan(
     seen: dict[str, str] = {}
     stored: dict[str, list[object]] = {"corpora": [], "recipes": [], "recipe_digests": []}
     for place, corpus in enumerate(job.corpora):
-        source = _Source(place, corpus, recipe_digest(job, corpus, encoder.chat_template))
+        recipe = recipe_digest(job, corpus, encoder.chat_template)
         tree = recipe_of(job, corpus, encoder.chat_template)
         tree.pop("version")
         files = []
         for file in fingerprint_all(expand(job.patterns(corpus))):
-            first = seen.setdefault(f"{file.digest}:{source.recipe}", file.url)
+            first = seen.setdefault(f"{file.digest}:{recipe}", file.url)
             if first != file.url:
                 warnings.append(f"{file.url} has the same content as {first}; it is cached once")
             elif not file.size:
                 warnings.append(f"{file.url} is empty")
             else:
-                prior.use(file.url, file.digest, source.recipe, tree)
+                prior.use(file.url, file.digest, recipe, tree)
                 files.append(file)
 
-        def plan_file(file: InputFile, source: _Source = source) -> tuple[list[PlanShard], SourceEstimate, list[str]]:
-            return _plan_file(file, source, job, encoder, prior.cut_of(file.digest, source.recipe))
-
         total = SourceEstimate(corpus.source)
-        with ThreadPoolExecutor(max_workers=threads) as pool:
-            for part, found, notes in pool.map(plan_file, files):
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            for part, found, notes in pool.map(partial(_plan_file, job, place, recipe, encoder, prior), files):
                 shards += part
                 warnings += notes
                 total.add(found)
         estimates.append(total)
         stored["corpora"].append(corpus.model_dump(mode="json"))
         stored["recipes"].append(tree["recipe"])
-        stored["recipe_digests"].append(source.recipe)
+        stored["recipe_digests"].append(recipe)
     if not shards:
         raise UsageError("the corpora hold no data: every input file is empty")
     if job.recipe.filters.dedup == "corpus":

@@ -35,10 +35,6 @@ class PriorPlans:
     cuts: dict[tuple[str, str], list[Cut]] = field(default_factory=dict)  # (input digest, recipe digest)
     uses: dict[tuple[str, str], dict[str, Use]] = field(default_factory=dict)  # (source, input digest) → recipe digest
 
-    def cut_of(self, input_digest: str, recipe: str) -> list[Cut] | None:
-        """Return the ranges that this input had when some of it was committed under this recipe."""
-        return self.cuts.get((input_digest, recipe))
-
     def use(self, url: str, input_digest: str, recipe: str, tree: dict[str, Any]) -> None:
         """Note that a job uses an input. Raises UsageError where its source and split have it under another recipe."""
         corpus = tree["corpus"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -11,8 +10,8 @@ from pipeline.corpus.documents import Document, Dropped, extract
 from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
 from pipeline.corpus.inputs import InputFile, open_binary
 from pipeline.corpus.readers import (
-    ZSTD_WINDOW,
     Unit,
+    decompressor,
     file_format,
     parquet_shape,
     read_documents,
@@ -103,7 +102,7 @@ def take_sample(file: InputFile, shape: InputShape, corpus: CorpusConfig, job: J
     whole = [len(document.text) for document in documents]
     for document in documents:
         document.text = document.text[: 4 * SAMPLE_BYTES]
-    longest = 0
+    longest = 1
     for document, tokens, chars in zip(documents, encoder.tokens(documents), whole, strict=True):
         scale = chars / len(document.text) if document.text else 1.0
         try:
@@ -124,10 +123,9 @@ def take_sample(file: InputFile, shape: InputShape, corpus: CorpusConfig, job: J
             sample.drops[drop.reason] += 1
     if shape.unit == "rows":
         sample.units = max(min(shape.total, SAMPLE_ROWS), 1)
-    elif corpus.text_unit == "file" and shape.kind == "text":
-        sample.units = max(longest, 1)
     else:
-        sample.units = max(last, longest, 1)
+        one_document = corpus.text_unit == "file" and shape.kind == "text"
+        sample.units = longest if one_document else max(last, longest)
     return sample
 
 
@@ -195,12 +193,7 @@ def _inflation(file: InputFile, compression: str) -> float:
     with open_binary(file.url, SAMPLE_READ_AHEAD) as handle:
         head = handle.read(SAMPLE_READ_AHEAD)
     try:
-        if compression == "gzip":
-            plain = len(zlib.decompressobj(31).decompress(head))
-        else:
-            import zstandard
-
-            plain = len(zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj().decompress(head))
+        plain = len(decompressor(compression).decompress(head))
     except Exception:  # a damaged file is reported by its shard; here 4 is a fair guess
         return 4.0
     return max(1.0, plain / len(head))

@@ -147,7 +147,11 @@ class Driver:
             if not spent:
                 self._dispatch(pool)
             for event in pool.wait(0.5):
-                self._handle(event)
+                entry = self._running.pop(event.task.shard.shard_id)
+                if isinstance(event, Finished):
+                    self._committed(event)
+                else:
+                    self._failed(entry, event)
             now = self._clock()
             if now - refreshed >= self._refresh_s:
                 self._refresh()
@@ -190,13 +194,6 @@ class Driver:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Finished | Failed) -> None:
-        entry = self._running.pop(event.task.shard.shard_id)
-        if isinstance(event, Finished):
-            self._committed(event)
-        else:
-            self._failed(entry, event)
-
     def _committed(self, event: Finished) -> None:
         receipt, tally = event.receipt, self.tally
         tally.estimated_tokens_left -= event.task.shard.estimated_tokens
@@ -205,11 +202,8 @@ class Driver:
             tally.found += 1
             return
         tally.committed += 1
-        tally.documents += receipt.documents
-        tally.tokens += receipt.tokens
-        tally.rows += receipt.rows
-        tally.bytes += receipt.bytes
-        tally.reused_rows += receipt.reused_rows
+        for name in ("documents", "tokens", "rows", "bytes", "reused_rows"):
+            setattr(tally, name, getattr(tally, name) + getattr(receipt, name))
         tally.drops.update(receipt.drops)
         self._on_event("committed", {"shard": receipt.shard_id, "tokens": receipt.tokens, "seconds": receipt.seconds})
 
@@ -247,24 +241,21 @@ class Driver:
 
         An attempt that learns something (fewer suspects, a culprit) is not held against the shard.
         """
-        task = event.task
-        if event.kind not in ("died", "timeout"):
+        task, found = event.task, event.suspects
+        killed, was_solo = event.kind in ("died", "timeout"), entry.solo
+        entry.solo = was_solo or killed
+        if not killed or not found:
             entry.failures += 1
             return task
-        solo_before, entry.solo = entry.solo, True
-        if not event.suspects:
-            entry.failures += 1
-            return task
-        learned = entry.narrowings < NARROWINGS
+        if was_solo and task.suspects and len(found) == 1:
+            rest = tuple(ordinal for ordinal in task.suspects if ordinal not in found)
+            narrowed = replace(task, exclude=(*task.exclude, *found), suspects=rest)
+        else:
+            narrowed = replace(task, suspects=merge_suspects(task.suspects, found))
         entry.narrowings += 1
-        if solo_before and task.suspects and len(event.suspects) == 1:
-            culprit = event.suspects[0]
-            rest = tuple(o for o in task.suspects if o != culprit)
-            entry.failures += 0 if learned else 1
-            return replace(task, exclude=(*task.exclude, culprit), suspects=rest)
-        suspects = merge_suspects(task.suspects, event.suspects) if task.suspects else event.suspects
-        entry.failures += 0 if learned and suspects != task.suspects else 1
-        return replace(task, suspects=suspects)
+        if narrowed == task or entry.narrowings > NARROWINGS:
+            entry.failures += 1
+        return narrowed
 
     def _quarantine(self, task: ShardTask, reason: str, message: str) -> None:
         shard_id = task.shard.shard_id

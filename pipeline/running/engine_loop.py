@@ -49,7 +49,6 @@ class _Client:
     held: int = 0
     fed: int = 0
     results: dict[int, tuple[Window, Scored]] = field(default_factory=dict)
-    open_items: dict[int, _Item] = field(default_factory=dict)
     exhausted: bool = False
     closed: bool = False
     error: BaseException | None = None  # of the source: raised after everything before it
@@ -98,10 +97,8 @@ class EngineLoop:
                 with self._cond:
                     self._cond.wait_for(partial(self._answer_ready, client, index))
                     if index not in client.results:
-                        if client.died is not None:
-                            raise client.died
-                        if client.error is not None:
-                            raise client.error
+                        if problem := client.died or client.error:
+                            raise problem
                         return
                     window, scored = client.results.pop(index)
                     client.held -= len(window.input_ids)
@@ -133,7 +130,6 @@ class EngineLoop:
                     item = _Item(client, client.fed, window, alone=alone, tried_alone=alone)
                     client.fed += 1
                     client.held += size
-                    client.open_items[item.index] = item
                     (self._alone if alone else self._inbox).append(item)
                     self._cond.notify_all()
         except BaseException as error:
@@ -229,18 +225,16 @@ class EngineLoop:
             item.alone = item.tried_alone = True
             self._alone.append(item)
             return
-        item.client.open_items.pop(item.index, None)
         if not item.client.closed:
             item.client.results[item.index] = (item.window, scored)
 
     def _mark_dead(self, error: EngineDied) -> None:
         """Tell every shard that the engine is gone and which of its documents were inside."""
-        inside = set(map(id, self._inside.values()))
         with self._cond:
             self._dead = error
             for client in self._clients:
-                suspects = sorted({i.window.ordinal for i in client.open_items.values() if id(i) in inside})
-                client.died = EngineDied(str(error), suspects)
+                suspects = {item.window.ordinal for item in self._inside.values() if item.client is client}
+                client.died = EngineDied(str(error), sorted(suspects))
             for _, answer in self._calls:
                 answer.set_exception(EngineDied(str(error)))
             self._cond.notify_all()

@@ -43,7 +43,6 @@ class Result:
 
     outcome: Outcome
     manifest: Manifest | None
-    plan_digest: str
 
 
 def check_cache(job: JobConfig, spec: CacheSpec) -> PriorPlans:
@@ -148,7 +147,7 @@ def run_job(
         manifest = writer.publish(
             allow_partial=job.run.allow_partial, allow_repeated_content=job.run.allow_repeated_content
         )
-    return Result(outcome, manifest, plan_digest)
+    return Result(outcome, manifest)
 
 
 def _with_reuse_settled(job: JobConfig, writer: CacheWriter, plan: Plan) -> JobConfig:

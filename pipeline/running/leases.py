@@ -48,8 +48,13 @@ class StoreLeases:
         now = self._clock()
         if self._mine and now - self._announced < self._lease_s / 3:
             return
-        self._put(shards)
-        self._announced = now
+        self._serial += 1
+        path = f"{LEASES}{self._job}/{self._serial:08d}.json"
+        self._store.create(path, json.dumps({"shards": list(shards)}).encode())
+        for old in self._mine:
+            with suppress(StoreDenied):  # a writer without the right to delete leaves them to expire
+                self._store.delete(old)
+        self._mine, self._announced = [path], now
 
     def release(self) -> None:
         """Give everything back; leftovers expire by themselves."""
@@ -57,12 +62,3 @@ class StoreLeases:
             for path in self._mine:
                 self._store.delete(path)
             self._mine.clear()
-
-    def _put(self, shards: Sequence[str]) -> None:
-        self._serial += 1
-        path = f"{LEASES}{self._job}/{self._serial:08d}.json"
-        self._store.create(path, json.dumps({"shards": list(shards)}).encode())
-        for old in self._mine:
-            with suppress(StoreDenied):  # a writer without the right to delete leaves them to expire
-                self._store.delete(old)
-        self._mine = [path]

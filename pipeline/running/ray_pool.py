@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import JobConfig, RunConfig
 from pipeline.running.starts import StartJudge
@@ -34,16 +34,7 @@ FORWARDED = (
 CPUS_PER_ACTOR = 1.0  # that Ray reserves; threads are set by OMP_NUM_THREADS
 
 
-class Observer(Protocol):
-    """What is called with the results of one actor: its metrics."""
-
-    def committed(self, receipt: Receipt) -> None:
-        """Count a shard that ended with a receipt."""
-
-    def failed(self) -> None:
-        """Count a shard that raised."""
-
-
+Observer = Callable[[Receipt | None], None]  # called after each shard of an actor; None: it raised
 Observe = Callable[["ShardWorker"], Observer]  # called inside the actor
 
 
@@ -85,6 +76,8 @@ class TeacherActor:
         self, job: JobConfig, model_path: str, spec: CacheSpec, plan_digest: str, journal: Any, observe: Observe | None
     ) -> float:
         """Load the teacher and return the seconds since this actor holds its GPUs. Errors travel back as themselves."""
+        import ray
+
         from pipeline.running.worker import ShardWorker
 
         if not os.path.isdir(model_path):  # a hub id was fetched on the driver's node: fetch it here as well
@@ -94,38 +87,28 @@ class TeacherActor:
         on_this_node = 1 if job.teacher.gpus_per_actor else job.run.actors
         threads = job.teacher.threads or max(1, (os.cpu_count() or 2) // max(1, on_this_node))
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        self._worker = ShardWorker(job, model_path, spec, plan_digest=plan_digest, journal=_RemoteJournal(journal))
+
+        def note(shard_id: str, event: str, ordinals: Sequence[int]) -> None:  # before they enter or leave the engine
+            ray.get(journal.note.remote(shard_id, event, list(ordinals)), timeout=30)
+
+        self._worker = ShardWorker(job, model_path, spec, plan_digest=plan_digest, journal=note)
         if observe is not None:
             self._observer = observe(self._worker)
         return time.monotonic() - self._placed
 
     def run(self, task: ShardTask) -> Receipt:
         """Do a shard; see ShardWorker.run."""
+        receipt: Receipt | None = None
         try:
-            receipt: Receipt = self._worker.run(task)
-        except Exception:
+            receipt = self._worker.run(task)
+            return receipt
+        finally:
             if self._observer is not None:
-                self._observer.failed()
-            raise
-        if self._observer is not None:
-            self._observer.committed(receipt)
-        return receipt
+                self._observer(receipt)
 
     def state(self) -> dict[str, Any]:
         """Return what ShardWorker.state returns; empty before `start` has ended."""
         return self._worker.state() if hasattr(self, "_worker") else {}
-
-
-class _RemoteJournal:
-    """Notes in the journal actor which documents enter and leave the engine, before they do."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __call__(self, shard_id: str, event: str, ordinals: Sequence[int]) -> None:
-        import ray
-
-        ray.get(self._actor.note.remote(shard_id, event, list(ordinals)), timeout=30)
 
 
 class JournalActor:
@@ -153,17 +136,10 @@ def connect() -> None:
 
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
-    else:
-        # "local": otherwise Ray joins whatever cluster happens to run on this machine
-        ray.init(
-            "local",
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+    # "local": otherwise Ray joins whatever cluster happens to run on this machine
+    own: dict[str, Any] = {"address": "local", "num_cpus": os.cpu_count(), "include_dashboard": False}
+    where = {"address": "auto"} if os.environ.get("RAY_ADDRESS") else own
+    ray.init(**where, log_to_driver=False, logging_level=logging.WARNING)
 
 
 @dataclass(slots=True)
@@ -225,9 +201,8 @@ class RayPool:
         return sum(self._room(a) for a in self._actors)
 
     def _room(self, actor: _Actor) -> int:
-        if not actor.ready or actor.solo:
-            return 0
-        return self._job.run.shards_per_actor - len(actor.tasks)
+        takes_more = actor.ready and not actor.solo
+        return self._job.run.shards_per_actor - len(actor.tasks) if takes_more else 0
 
     def submit(self, task: ShardTask, solo: bool = False) -> bool:
         """Start a task on the actor with the fewest; `solo` on one without any. False where there is none."""
@@ -283,9 +258,9 @@ class RayPool:
             pause = self._judge.fail(cause, others_ready=bool(self._ready()))
             logger.warning("an actor did not start: %s", " ".join(str(cause).split())[-600:])
             self._next_start = time.monotonic() + pause
-            return
-        actor.ready = True
-        self._judge.succeed()
+        else:
+            actor.ready = True
+            self._judge.succeed()
 
     def _settle_task(self, actor: _Actor, ref: Any) -> list[Finished | Failed]:
         task, _ = actor.tasks.pop(ref)
@@ -314,8 +289,7 @@ class RayPool:
     def _drop_actor(self, actor: _Actor, message: str) -> list[Finished | Failed]:
         """Forget an actor; what else it was doing is lost with it."""
         self._deaths += 1
-        if actor in self._actors:
-            self._actors.remove(actor)
+        self._actors.remove(actor)
         lost: list[Finished | Failed] = []
         for ref, (task, _) in actor.tasks.items():
             done, _ = self._ray.wait([ref], timeout=0.5)
@@ -346,13 +320,7 @@ class RayPool:
     def state(self) -> PoolState:
         """Return the counts of actors and the GPU-seconds so far."""
         ready = len(self._ready())
-        return PoolState(
-            wanted=self._size,
-            ready=ready,
-            starting=len(self._actors) - ready,
-            deaths=self._deaths,
-            gpu_seconds=self._meter.seconds,
-        )
+        return PoolState(self._size, ready, len(self._actors) - ready, self._deaths, self._meter.seconds)
 
     def worker_states(self, timeout_s: float = 2.0) -> list[dict[str, Any]]:
         """Return what the actors report of themselves, without those that do not answer in time."""

@@ -101,17 +101,9 @@ class ShardWorker:
             result = attempt.commit(drops=run.drops, provenance=provenance)
         if result.won:
             self._name_broken(shard.shard_id, run.broken)
-        return Receipt(
-            shard_id=shard.shard_id,
-            won=result.won,
-            documents=result.documents,
-            tokens=result.tokens,
-            rows=result.rows,
-            bytes=result.bytes,
-            reused_rows=run.reused["rows"],
-            drops=dict(run.drops),
-            seconds=time.monotonic() - began,
-        )
+        counts = {name: getattr(result, name) for name in ("won", "documents", "tokens", "rows", "bytes")}
+        seconds = time.monotonic() - began
+        return Receipt(shard.shard_id, **counts, reused_rows=run.reused["rows"], drops=dict(run.drops), seconds=seconds)
 
     def _name_broken(self, shard_id: str, broken: dict[str, list[str]]) -> None:
         """Name the documents whose rows were no good, next to the commit that counts them; advisory."""

@@ -75,6 +75,7 @@ class Teacher(ABC):
     """One running teacher. Not thread-safe: one thread owns it."""
 
     top_k: int
+    vocab_size: int
     provenance: dict[str, Any]  # engine version, path that makes rows, hardware: written into commits
 
     @abstractmethod
@@ -84,10 +85,6 @@ class Teacher(ABC):
     @abstractmethod
     def collect(self) -> list[Scored]:
         """Advance the engine by one step and return the inputs that finished, often none. Raises EngineDied."""
-
-    @abstractmethod
-    def pending(self) -> int:
-        """Return the number of inputs inside."""
 
     def accelerate(self) -> None:  # noqa: B027  (most teachers have nothing to switch on)
         """Switch on what changes how rows are made inside the engine; the canary compares before and after."""
@@ -111,9 +108,22 @@ class Teacher(ABC):
         for key, ids in enumerate(inputs):
             submit(key, ids, np.arange(len(ids), dtype=np.int32))
         found: dict[int, Scored] = {}
-        while self.pending():
+        while len(found) < len(inputs):
             found.update((scored.key, scored) for scored in self.collect())
         return [found[key] for key in range(len(inputs))]
+
+    def scored(self, item: PendingInput, columns: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Scored:
+        """Return the rows of `columns()`, or the RowsInvalid that it or a check raised; see rows_from_columns."""
+        try:
+            rows = rows_from_columns(item.input_ids, item.row_pos, *columns(), self.top_k, self.vocab_size)
+            return Scored(item.key, rows)
+        except RowsInvalid as error:
+            return Scored(item.key, None, error)
+
+
+def end_tokens(own: int | Sequence[int] | None, stop_ids: Sequence[int]) -> list[int]:
+    """Return where a teacher stops: the `eos_token_id` of its generation config, and the template's end markers."""
+    return sorted({*([] if own is None else [own] if isinstance(own, int) else own), *stop_ids})
 
 
 def rows_from_columns(
@@ -130,14 +140,11 @@ def rows_from_columns(
         raise RowsInvalid("shape", f"expected {(n, top_k + 1)} ids and log-probabilities, found {ids.shape}")
     if not np.array_equal(ids[:-1, 0], input_ids[1:]):
         wrong = int(np.flatnonzero(ids[:-1, 0] != input_ids[1:])[0])
-        raise RowsInvalid(
-            "column_zero",
-            f"row {wrong}: column 0 holds id {int(ids[wrong, 0])}, the next token is {input_ids[wrong + 1]}",
-        )
-    everything = len(row_pos) == n
-    top_ids = ids[:, 1:] if everything else ids[row_pos, 1:]
-    top = logprobs[:, 1:] if everything else logprobs[row_pos, 1:]
-    target = (logprobs[:, 0] if everything else logprobs[row_pos, 0]).astype(np.float32)
+        found = f"column 0 holds id {int(ids[wrong, 0])}, the next token is {input_ids[wrong + 1]}"
+        raise RowsInvalid("column_zero", f"row {wrong}: {found}")
+    if len(row_pos) < n:  # a copy, so not where every row is wanted
+        ids, logprobs = ids[row_pos], logprobs[row_pos]
+    top_ids, top, target = ids[:, 1:], logprobs[:, 1:], logprobs[:, 0].astype(np.float32)
     if not np.isfinite(top).all():
         reason = "nan" if np.isnan(top).any() else "inf"
         raise RowsInvalid(reason, f"{int((~np.isfinite(top)).sum())} of {top.size} log-probabilities are {reason}")
@@ -147,9 +154,8 @@ def rows_from_columns(
         raise RowsInvalid("unsorted", "the top-K of a row does not descend")
     if top_ids.size and (int(top_ids.max()) >= vocab_size or int(top_ids.min()) < 0):
         # a head padded beyond the tokenizer may rank a token that does not exist: there is no honest id to store
-        raise RowsInvalid(
-            "id_out_of_range", f"the teacher ranks id {int(top_ids.max())}, the tokenizer has {vocab_size}"
-        )
+        ranked = f"the teacher ranks id {int(top_ids.max())}, the tokenizer has {vocab_size}"
+        raise RowsInvalid("id_out_of_range", ranked)
     if len(row_pos) and row_pos[-1] == n - 1:
         target[-1] = np.nan
     return EngineRows(
@@ -158,13 +164,3 @@ def rows_from_columns(
         tail_logprob=tail_from_logprobs(top),
         target_logprob=np.where(np.isfinite(target), target, np.nan).astype(np.float32),
     )
-
-
-def scored_from_columns(
-    item: PendingInput, columns: Callable[[], tuple[np.ndarray, np.ndarray]], top_k: int, vocab_size: int
-) -> Scored:
-    """Return the rows of `columns()`, or the RowsInvalid that it or a check raised; see rows_from_columns."""
-    try:
-        return Scored(item.key, rows_from_columns(item.input_ids, item.row_pos, *columns(), top_k, vocab_size))
-    except RowsInvalid as error:
-        return Scored(item.key, None, error)

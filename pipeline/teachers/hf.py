@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, scored_from_columns
+from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, end_tokens
 from teachercache.errors import UsageError
 
 
@@ -45,16 +45,12 @@ class HfTeacher(Teacher):
         """Queue an input; `collect` scores it."""
         self._queue.append(PendingInput(key, input_ids, row_pos))
 
-    def pending(self) -> int:
-        """Return the number of queued inputs."""
-        return len(self._queue)
-
     def collect(self) -> list[Scored]:
         """Score the oldest queued input."""
         if not self._queue:
             return []
         item = self._queue.pop(0)
-        return [scored_from_columns(item, lambda: self.columns(item.input_ids), self.top_k, self.vocab_size)]
+        return [self.scored(item, lambda: self.columns(item.input_ids))]
 
     def columns(self, input_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, logprobs), each [n, 1+K], column 0 the token that follows; 512 rows of logits at a time."""
@@ -89,8 +85,7 @@ class HfTeacher(Teacher):
     ) -> list[Generated]:
         """Return continuations, one prompt at a time, each sampled from its seed."""
         torch, made = self.torch, []
-        own = self.model.generation_config.eos_token_id
-        ends = sorted({*([] if own is None else [own] if isinstance(own, int) else own), *stop_ids})
+        ends = end_tokens(self.model.generation_config.eos_token_id, stop_ids)
         for prompt in prompts:
             torch.manual_seed(prompt.seed)
             ids = torch.as_tensor(prompt.ids, dtype=torch.long, device=self.model.device)[None]

@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
 from pipeline.errors import EngineDied
-from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, scored_from_columns
+from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher
 
 
 def expected_columns(input_ids: np.ndarray, top_k: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,11 +46,10 @@ class NoopTeacher(Teacher):
         self.top_k = min(config.top_k, vocab_size)
         self.vocab_size = vocab_size
         self.provenance = {"engine": "noop", "path": "noop"}
-        args = dict(config.engine_args)
-        self._delay_s = float(args.pop("delay_s", 0.0))
-        self._poison = args.pop("poison", None)
-        self.nan = args.pop("nan", None)
-        self._kills = bool(args.pop("poison_kills", False))
+        args = config.engine_args
+        self._delay_s = float(args.get("delay_s", 0.0))
+        self._poison, self.nan = args.get("poison"), args.get("nan")
+        self._kills = bool(args.get("poison_kills", False))
         self.queue: list[PendingInput] = []
 
     def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
@@ -68,7 +67,7 @@ class NoopTeacher(Teacher):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise EngineDied("noop: an input holds the poisonous token", [b.key for b in self.queue])
         done, self.queue = self.queue, []
-        return [scored_from_columns(item, partial(self.columns, item), self.top_k, self.vocab_size) for item in done]
+        return [self.scored(item, partial(self.columns, item)) for item in done]
 
     def columns(self, item: PendingInput) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, logprobs), each [n, 1+K], NaN where the input holds the token of fault `nan`."""
@@ -76,10 +75,6 @@ class NoopTeacher(Teacher):
         if self.nan is not None and (item.input_ids == self.nan).any():
             logprobs[:] = np.nan
         return ids, logprobs
-
-    def pending(self) -> int:
-        """Return the number of queued inputs."""
-        return len(self.queue)
 
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()

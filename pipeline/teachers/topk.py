@@ -49,15 +49,10 @@ def select(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, to
     if k * GROUP * 2 > vocab:
         top = torch.topk(logits.float(), k, dim=-1)
         return top.values, top.indices, torch.logsumexp(logits.float(), dim=-1)
-    if logits.is_cuda and triton is not None:
-        maxima, lse = _group_maxima_triton(logits)
-    else:
-        maxima, lse = _group_maxima_torch(logits)
+    by_triton = logits.is_cuda and triton is not None
+    maxima, lse = (_group_maxima_triton if by_triton else _group_maxima_torch)(logits)
     groups = torch.topk(maxima, k, dim=-1, sorted=False).indices
-    if logits.is_cuda and triton is not None:
-        candidates = _gather_triton(logits, groups)
-    else:
-        candidates = _gather_torch(logits, groups)
+    candidates = (_gather_triton if by_triton else _gather_torch)(logits, groups)
     top = torch.topk(candidates, k, dim=-1)
     ids = groups.gather(1, top.indices // GROUP) * GROUP + top.indices % GROUP
     return top.values, ids, lse

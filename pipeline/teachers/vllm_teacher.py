@@ -18,8 +18,11 @@ import numpy as np
 from pipeline.config import GenerateConfig, TeacherConfig
 from pipeline.errors import EngineDied, RowsInvalid
 from pipeline.teachers import raw_tensors, worker_topk
-from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, scored_from_columns
+from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, end_tokens
 from teachercache.errors import UsageError
+
+# what vLLM reads when it is imported, where the environment has no other value
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "true"}
 
 
 def _columns_of_flat(flat: Any, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -32,28 +35,17 @@ def _columns_of_flat(flat: Any, first: int, width: int) -> tuple[np.ndarray, np.
     return ids.reshape(-1, width), logprobs.reshape(-1, width)
 
 
-def _dead_error() -> tuple[type[BaseException], ...]:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return (EngineDeadError,)
-
-
-def prepare_environment(config: TeacherConfig) -> None:
-    """Set the variables that vLLM reads when it is imported."""
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if config.threads:
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)
-
-
 class VllmTeacher(Teacher):
     """vLLM's `LLM` in this process, tensor-parallel inside the node. Raises UsageError where it cannot load the model."""
 
     def __init__(self, config: TeacherConfig, model_path: str, vocab_size: int) -> None:
-        prepare_environment(config)
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if config.threads:
+            os.environ["OMP_NUM_THREADS"] = str(config.threads)
         import vllm
         from vllm import LLM, SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         self.top_k, self.vocab_size = config.top_k, vocab_size
         self._config = config
@@ -69,18 +61,11 @@ class VllmTeacher(Teacher):
         except (OSError, ValueError) as error:
             raise UsageError(f"{model_path}: vLLM cannot load it: {str(error).strip().splitlines()[0]}") from error
         self.engine: Any = self.llm.llm_engine
-        common: dict[str, Any] = {
-            "temperature": 0.0,
-            "max_tokens": 1,
-            "prompt_logprobs": config.top_k,
-            "logprobs": config.top_k,
-            "detokenize": False,
-            "flat_logprobs": True,
-        }
-        flagged: dict[str, Any] = {"extra_args": {raw_tensors.FLAG: True}} if fast else {}
-        self._sampling = SamplingParams(**common, **flagged)
-        self._public_sampling = SamplingParams(**common)
-        self._dead = _dead_error()
+        wanted: dict[str, Any] = {"prompt_logprobs": self.top_k, "logprobs": self.top_k, "flat_logprobs": True}
+        sampling = partial(SamplingParams, temperature=0.0, max_tokens=1, detokenize=False, **wanted)
+        self._public_sampling = sampling()
+        self._sampling = sampling(extra_args={raw_tensors.FLAG: True} if fast else None)
+        self._dead: type[Exception] = EngineDeadError
         self._inside: dict[str, PendingInput] = {}
         self._serial = 0
         self.provenance = {
@@ -120,12 +105,8 @@ class VllmTeacher(Teacher):
         try:
             self.engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, sampling)
         except self._dead as error:
-            raise EngineDied(f"vLLM's engine died: {error}", self._suspects()) from error
+            raise self._died(error) from error
         self._inside[name] = item
-
-    def pending(self) -> int:
-        """Return the number of requests inside."""
-        return len(self._inside)
 
     def collect(self) -> list[Scored]:
         """Run one step of the engine and return the requests that it finished."""
@@ -134,16 +115,12 @@ class VllmTeacher(Teacher):
         try:
             outputs = self.engine.step()
         except self._dead as error:
-            raise EngineDied(f"vLLM's engine died: {error}", self._suspects()) from error
-        finished = [(self._inside.pop(o.request_id, None), o) for o in outputs if o.finished]
-        return [
-            scored_from_columns(item, partial(columns_of, output, self.top_k), self.top_k, self.vocab_size)
-            for item, output in finished
-            if item is not None
-        ]
+            raise self._died(error) from error
+        done = ((self._inside.pop(output.request_id), output) for output in outputs if output.finished)
+        return [self.scored(item, partial(columns_of, output, self.top_k)) for item, output in done]
 
-    def _suspects(self) -> list[int]:
-        return [item.key for item in self._inside.values()]
+    def _died(self, error: Exception) -> EngineDied:
+        return EngineDied(f"vLLM's engine died: {error}", [item.key for item in self._inside.values()])
 
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
@@ -151,6 +128,7 @@ class VllmTeacher(Teacher):
         """Return continuations of all prompts, decoded together."""
         from vllm import SamplingParams
 
+        own = self.engine.model_config.try_get_generation_config().get("eos_token_id")
         params = [
             SamplingParams(
                 temperature=config.temperature,
@@ -159,7 +137,7 @@ class VllmTeacher(Teacher):
                 max_tokens=prompt.most,
                 seed=prompt.seed if config.temperature > 0 else None,
                 detokenize=False,
-                stop_token_ids=sorted({*self._end_tokens(), *stop_ids}),
+                stop_token_ids=end_tokens(own, stop_ids),
             )
             for prompt in prompts
         ]
@@ -167,19 +145,13 @@ class VllmTeacher(Teacher):
             outputs = self.llm.generate([{"prompt_token_ids": p.ids.tolist()} for p in prompts], params, use_tqdm=False)
         except self._dead as error:
             raise EngineDied(f"vLLM's engine died while generating: {error}") from error
-        return [
-            Generated(np.asarray(o.outputs[0].token_ids, dtype=np.int32), str(o.outputs[0].finish_reason))
-            for o in outputs
-        ]
-
-    def _end_tokens(self) -> list[int]:
-        end = self.llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
-        return [] if end is None else [end] if isinstance(end, int) else list(end)
+        made = (output.outputs[0] for output in outputs)
+        return [Generated(np.asarray(m.token_ids, dtype=np.int32), str(m.finish_reason)) for m in made]
 
     def close(self) -> None:
         """Shut the engine's processes down."""
-        core = getattr(self.engine, "engine_core", None)
-        if core is not None and hasattr(core, "shutdown"):
+        core: Any = getattr(self.engine, "engine_core", None)
+        if hasattr(core, "shutdown"):
             core.shutdown()
 
 
@@ -205,10 +177,8 @@ def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "skip_tokenizer_init": True,
         "seed": 0,
+        **config.engine_args,
     }
-    arguments.update(config.engine_args)
-    overrides = dict(arguments.pop("hf_overrides", {}))
-    overrides["head_dtype"] = config.head_dtype
     if config.tensor_parallel > 1:  # inside a Ray actor vLLM would otherwise ask Ray for placement groups
         arguments.setdefault("distributed_executor_backend", "mp")
     if config.fast_path != "off" and _has_cuda():
@@ -220,7 +190,7 @@ def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
         max_logprobs=max(config.top_k, 20),
         tensor_parallel_size=config.tensor_parallel,
         trust_remote_code=config.trust_remote_code,
-        hf_overrides=overrides,
+        hf_overrides={**arguments.get("hf_overrides", {}), "head_dtype": config.head_dtype},
     )
     return arguments
 

@@ -72,22 +72,17 @@ class ActorMetrics:
             self._gauges["teachercache_engine_inside"].set(inside)
             self._gauges["teachercache_engine_waiting"].set(waiting)
 
-    def committed(self, receipt: Receipt) -> None:
-        """Count a shard that ended with a receipt."""
-        if not receipt.won:
-            self._counters["teachercache_conflicts"].inc()
+    def __call__(self, receipt: Receipt | None) -> None:
+        """Count a shard that ended with a receipt, or None where it raised."""
+        if receipt is None or not receipt.won:
+            self._counters["teachercache_conflicts" if receipt else "teachercache_failures"].inc()
             return
         for name in ("tokens", "rows", "documents", "bytes"):
-            value = getattr(receipt, name)
-            if value:
+            if value := getattr(receipt, name):
                 self._counters[f"teachercache_{name}"].inc(value)
         self._counters["teachercache_shards"].inc()
         for reason, count in receipt.drops.items():
             self._counters["teachercache_dropped_documents"].inc(count, tags={"reason": reason})
-
-    def failed(self) -> None:
-        """Count a shard that raised."""
-        self._counters["teachercache_failures"].inc()
 
 
 def job_values(tally: Tally, state: PoolState) -> dict[str, float]:

@@ -101,8 +101,7 @@ class Progress:
     def event(self, name: str, details: dict[str, Any]) -> None:
         """Print an event that a person should see: a failure, a quarantine, an outage of the store."""
         if name in ("failed", "quarantined", "store"):
-            text = "  ".join(f"{key}={value}" for key, value in details.items())
-            say(self.console, f"{name}: {text}")
+            say(self.console, f"{name}: " + "  ".join(f"{key}={value}" for key, value in details.items()))
 
     def close(self) -> None:
         """Remove the live line."""
@@ -117,16 +116,8 @@ def show_plan(console: Console, planned: Planned, tokens_per_s: float | None, gp
         table.add_column(name, justify="left" if name == "source" else "right")
     for e in planned.estimates:
         dropped = ", ".join(f"{reason} {count}" for reason, count in e.drops.most_common(4)) or "none"
-        table.add_row(
-            e.source,
-            str(e.files),
-            human(e.bytes, "B"),
-            str(e.shards),
-            human(e.documents),
-            human(e.tokens),
-            human(e.rows),
-            dropped,
-        )
+        counts = map(human, (e.documents, e.tokens, e.rows))
+        table.add_row(e.source, str(e.files), human(e.bytes, "B"), str(e.shards), *counts, dropped)
     console.print(table)
     rows, tokens = sum(e.rows for e in planned.estimates), sum(e.tokens for e in planned.estimates)
     console.print(f"storage: about {human(rows * BYTES_PER_ROW, 'B')} ({BYTES_PER_ROW} bytes a row in the open layout)")

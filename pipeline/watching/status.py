@@ -72,13 +72,9 @@ def show_status(console: Console, report: dict[str, Any], before: dict[str, Any]
     """Print what read_status returned, with the rate since `before`."""
     """Print what read_status returned, with the rate since `before`."""
     table = Table(title=report["url"], show_header=False)
-    state = (
-        "complete" if report["complete"] else f"about {human(report['estimated_tokens_left'])} tokens left (estimate)"
-    )
-    table.add_row(
-        "shards",
-        f"{report['committed']} of {report['planned']} committed, {report['quarantined']} quarantined; {state}",
-    )
+    left = f"about {human(report['estimated_tokens_left'])} tokens left (estimate)"
+    shards = f"{report['committed']} of {report['planned']} committed, {report['quarantined']} quarantined"
+    table.add_row("shards", f"{shards}; {'complete' if report['complete'] else left}")
     table.add_row("documents", human(report["documents"]))
     table.add_row("tokens, rows", f"{human(report['tokens'])}, {human(report['rows'])}")
     if report["reused_rows"]:
@@ -98,17 +94,8 @@ def read_quarantine(url: str) -> list[dict[str, Any]]:
     ledger = Ledger.open(url)
     ledger.spec()
     committed = ledger.committed()
-    entries = []
-    for shard_id, entry in sorted(ledger.quarantines().items()):
-        if entry.scope == "shard" and shard_id in committed:
-            continue
-        entries.append(
-            {
-                "scope": entry.scope,
-                "shard_id": shard_id,
-                "reason": entry.reason,
-                "message": entry.message,
-                "documents": list(entry.documents),
-            }
-        )
-    return entries
+    return [
+        entry.model_dump(include={"scope", "shard_id", "reason", "message", "documents"})
+        for shard_id, entry in sorted(ledger.quarantines().items())
+        if entry.scope == "document" or shard_id not in committed
+    ]
