@@ -11,23 +11,27 @@ Results: benchmarks/results/encodings.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import math
 import platform
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 import teachercache
+from benchmarks.report import RESULTS, parser, write
 from teachercache.format.record import Record, check_record
 from teachercache.parquet.block import Block
 from teachercache.parquet.codecs import get_codec
@@ -37,13 +41,6 @@ from teachercache.parquet.open import OpenCodec
 IDS = f"topk_ids.{LEAF}.{LEAF}"
 LOGPROBS = f"topk_logprobs.{LEAF}.{LEAF}"
 LARGE_VOCAB = 262_144
-
-
-def load(url: str, rows: int) -> tuple[teachercache.CacheSpec, list[Record]]:
-    """The spec, and records without what the corpus says of them until they have that many rows."""
-    cache = teachercache.open(url)
-    records = (dataclasses.replace(r, split="train", source="all", meta={}) for r in cache.records())
-    return cache.spec, groups_of(records, rows)[0]
 
 
 def groups_of(records: Iterable[Record], rows: int) -> list[list[Record]]:
@@ -57,12 +54,6 @@ def groups_of(records: Iterable[Record], rows: int) -> list[list[Record]]:
         groups[-1].append(record)
         held += len(record.row_pos)
     return groups
-
-
-def with_large_vocabulary(records: list[Record], vocab_size: int) -> list[Record]:
-    """The ids mapped one-to-one, at random, into 262,144."""
-    to = np.random.default_rng(0).permutation(LARGE_VOCAB)[:vocab_size].astype(np.int32)
-    return [dataclasses.replace(r, topk_ids=to[r.topk_ids], input_ids=to[r.input_ids]) for r in records]
 
 
 def measure(codec: Any, records: list[Record], folder: Path, group: int = 16_384, **override: Any) -> dict[str, float]:
@@ -88,12 +79,8 @@ def measure(codec: Any, records: list[Record], folder: Path, group: int = 16_384
         for i in range(file.num_row_groups):
             codec.decode(file.read_row_group(i, use_threads=False))
         best = min(best, time.process_time() - began)
-    size = path.stat().st_size
-    return {
-        "bytes_per_row": round(size / rows, 2),
-        "encode_rows_per_s": round(rows / encode),
-        "decode_rows_per_s": round(rows / best),
-    }
+    rates = {"encode_rows_per_s": round(rows / encode), "decode_rows_per_s": round(rows / best)}
+    return {"bytes_per_row": round(path.stat().st_size / rows, 2), **rates}
 
 
 def columns_of(records: list[Record], spec: teachercache.CacheSpec, codec_name: str, folder: Path) -> dict[str, float]:
@@ -101,12 +88,11 @@ def columns_of(records: list[Record], spec: teachercache.CacheSpec, codec_name: 
     codec = get_codec(codec_name, spec.top_k, spec.tokenizer.vocab_size)
     measure(codec, records, folder)
     footer, rows = pq.read_metadata(folder / "x.parquet"), sum(len(r.row_pos) for r in records)
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for g, c in itertools.product(range(footer.num_row_groups), range(footer.num_columns)):
         column = footer.row_group(g).column(c)
-        name = column.path_in_schema.split(".")[0]
-        sizes[name] = sizes.get(name, 0) + column.total_compressed_size
-    return {name: round(size / rows, 2) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
+        sizes[column.path_in_schema.split(".")[0]] += column.total_compressed_size
+    return {name: round(size / rows, 2) for name, size in sizes.most_common()}
 
 
 class RecastCodec(OpenCodec):
@@ -133,11 +119,8 @@ def packed_ids(records: list[Record], vocab_size: int) -> dict[str, float]:
     spread = (ids[..., None] >> np.arange(bits)) & 1
     packed = np.packbits(spread.astype(np.uint8).reshape(len(ids), -1), axis=1)
     squeezed = len(zstandard.ZstdCompressor(3).compress(packed.tobytes()))
-    return {
-        "bits": bits,
-        "bytes_per_row": packed.nbytes / len(ids),
-        "bytes_per_row_zstd3": round(squeezed / len(ids), 2),
-    }
+    plain = packed.nbytes / len(ids)
+    return {"bits": bits, "bytes_per_row": plain, "bytes_per_row_zstd3": round(squeezed / len(ids), 2)}
 
 
 def compact_loss(spec: teachercache.CacheSpec, records: list[Record]) -> dict[str, float]:
@@ -184,10 +167,8 @@ def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, qui
     found = {}
     for name, (codec, options) in variants.items():
         found[name] = measure(codec, records, folder, **options)
-        print(
-            f"{vocab:7,}  {name:32} {found[name]['bytes_per_row']:7.1f} B/row  {found[name]['decode_rows_per_s']:9,} rows/s",
-            flush=True,
-        )
+        size, rate = found[name]["bytes_per_row"], found[name]["decode_rows_per_s"]
+        print(f"{vocab:7,}  {name:32} {size:7.1f} B/row  {rate:9,} rows/s", flush=True)
     return {
         "vocab_size": vocab,
         "variants": found,
@@ -199,17 +180,20 @@ def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, qui
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--rows", type=int, default=24_000)
-    parser.add_argument("--quick", action="store_true", help="only the two layouts as shipped")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "encodings.json")
-    args = parser.parse_args()
-    spec, records = load(args.url, args.rows)
+    line = parser(__doc__, rows=24_000, out=RESULTS / "encodings.json")
+    line.add_argument("url")
+    line.add_argument("--quick", action="store_true", help="only the two layouts as shipped")
+    args = line.parse_args()
+    cache = teachercache.open(args.url)
+    spec = cache.spec
+    plain = (dataclasses.replace(r, split="train", source="all", meta={}) for r in cache.records())
+    records = groups_of(plain, args.rows)[0]  # without what the corpus says of them
     for record in records:
         check_record(record, vocab_size=spec.tokenizer.vocab_size, top_k=spec.top_k)
     rows = sum(len(r.row_pos) for r in records)
     large = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"vocab_size": LARGE_VOCAB})})
+    to = np.random.default_rng(0).permutation(LARGE_VOCAB)[: spec.tokenizer.vocab_size].astype(np.int32)
+    remapped = [dataclasses.replace(r, topk_ids=to[r.topk_ids], input_ids=to[r.input_ids]) for r in records]
     with tempfile.TemporaryDirectory() as name:
         result = {
             "teacher": spec.teacher.name,
@@ -219,12 +203,9 @@ def main() -> None:
             "machine": f"{platform.machine()}, {platform.processor() or 'CPU'}, pyarrow {pa.__version__}, numpy {np.__version__}",
             "taken": time.strftime("%Y-%m-%d"),
             "real": study(spec, records, Path(name), args.quick),
-            "large_vocabulary": study(
-                large, with_large_vocabulary(records, spec.tokenizer.vocab_size), Path(name), True
-            ),
+            "large_vocabulary": study(large, remapped, Path(name), True),
         }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(args.out, result)
     print(json.dumps({k: v for k, v in result["real"].items() if k != "variants"}, indent=2))
 
 

@@ -10,51 +10,39 @@ resume a half-done job with the simulated listing added. Results: benchmarks/res
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
-import os
 import random
 import resource
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.config import RunConfig  # noqa: E402
-from pipeline.running.driver import Driver  # noqa: E402
-from pipeline.running.tasks import Failed, Finished, PoolState  # noqa: E402
-from pipeline.running.worker import Receipt, ShardTask  # noqa: E402
-from teachercache import PlanShard  # noqa: E402
+from benchmarks.report import RESULTS, host, parser, write
+from pipeline.config import RunConfig
+from pipeline.running.driver import Driver
+from pipeline.running.tasks import Failed, Finished, PoolState, Receipt, ShardTask
+from teachercache import PlanShard
 
 PAGE, PAGE_S = 1_000, 0.1  # keys of one S3 listing page, seconds for it
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class SimulatedStore:
-    """Commits in memory; listing advances the virtual clock as S3 would."""
+    """Commits in memory, and the virtual time; listing advances it as S3 would."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
+        self.now = 0.0
         self.done: set[str] = set()
         self.quarantined: dict[str, str] = {}
-        self.listings = 0
-        self.listing_s = 0.0
+        self.listings: list[float] = []  # seconds of each
 
     def committed(self) -> set[str]:
-        seconds = (len(self.done) // PAGE + 1) * PAGE_S
-        self.clock.now += seconds
-        self.listings += 1
-        self.listing_s += seconds
+        self.listings.append((len(self.done) // PAGE + 1) * PAGE_S)
+        self.now += self.listings[-1]
         return set(self.done)
 
     def quarantine(self, shard_id: str, *, reason: str, message: str, documents: Sequence[str] = ()) -> None:
@@ -64,11 +52,11 @@ class SimulatedStore:
 class SimulatedPool:
     """`actors` × `slots` tasks at a time, ended by a heap of virtual times."""
 
-    def __init__(self, store: SimulatedStore, clock: Clock, actors: int, slots: int, seed: int = 0) -> None:
-        self.store, self.clock = store, clock
-        self.capacity = actors * slots
+    def __init__(self, store: SimulatedStore, actors: int, slots: int, seed: int = 0) -> None:
+        self.store, self.capacity = store, actors * slots
         self.heap: list[tuple[float, int, ShardTask]] = []
         self.serial = self.receipts = 0
+        self.first_submitted: float | None = None  # in real time
         self.rng = random.Random(seed)
 
     def free_slots(self) -> int:
@@ -76,22 +64,19 @@ class SimulatedPool:
 
     def submit(self, task: ShardTask, solo: bool = False) -> bool:
         self.serial += 1
-        heapq.heappush(self.heap, (self.clock.now + self.rng.uniform(63, 117), self.serial, task))
+        self.first_submitted = self.first_submitted or time.perf_counter()
+        heapq.heappush(self.heap, (self.store.now + self.rng.uniform(63, 117), self.serial, task))
         return True
 
     def wait(self, timeout_s: float) -> list[Finished | Failed]:
-        if not self.heap:
-            self.clock.now += timeout_s
-            return []
-        self.clock.now = max(self.clock.now, min(self.heap[0][0], self.clock.now + timeout_s))
+        now = self.store.now
+        self.store.now = max(now, min(self.heap[0][0], now + timeout_s)) if self.heap else now + timeout_s
         events: list[Finished | Failed] = []
-        while self.heap and self.heap[0][0] <= self.clock.now:
+        while self.heap and self.heap[0][0] <= self.store.now:
             task = heapq.heappop(self.heap)[2]
             luck = self.rng.random()
-            if luck < 0.01:
-                events.append(Failed(task, "error", "simulated"))
-            elif luck < 0.011:
-                events.append(Failed(task, "died", "simulated"))
+            if luck < 0.011:
+                events.append(Failed(task, "error" if luck < 0.01 else "died", "simulated"))
             else:
                 won = task.shard.shard_id not in self.store.done
                 self.store.done.add(task.shard.shard_id)
@@ -106,53 +91,30 @@ class SimulatedPool:
         return []
 
     def close(self) -> None:
-        return None
+        pass
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shards", type=int, default=100_000)
-    parser.add_argument("--actors", type=int, default=1_000)
-    parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "pipeline_simulation.json")
-    options = parser.parse_args()
-    shards = [
-        PlanShard(shard_id=f"{i:032x}", source="web", input=f"s3://corpus/web/{i // 50:06d}.jsonl", input_digest="etag:x",
-                  start=i, stop=i + 1, unit="bytes", estimated_tokens=2_000_000)
-        for i in range(options.shards)
-    ]  # fmt: skip
-    clock = Clock()
-    store = SimulatedStore(clock)
-    pool = SimulatedPool(store, clock, options.actors, options.slots)
-    driver = Driver(RunConfig(actors=options.actors), store, shards, lambda: pool, clock=clock)
+    out = RESULTS / "pipeline_simulation.json"
+    options = parser(__doc__, shards=100_000, actors=1_000, slots=2, out=out).parse_args()
+    run = RunConfig(actors=options.actors)
+    same: dict[str, Any] = {"source": "web", "input_digest": "etag:x", "unit": "bytes", "estimated_tokens": 2_000_000}
+    files = (f"s3://corpus/web/{i // 50:06d}.jsonl" for i in range(options.shards))
+    shards = [PlanShard(shard_id=f"{i:032x}", input=f, start=i, stop=i + 1, **same) for i, f in enumerate(files)]
+    store = SimulatedStore()
+    pool = SimulatedPool(store, options.actors, options.slots)
     cpu, wall = time.process_time(), time.perf_counter()
-    outcome = driver.run()
+    outcome = Driver(run, store, shards, lambda: pool, clock=lambda: store.now).run()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert outcome.reason == "done"
     assert len(store.done) + len(store.quarantined) == options.shards
-
     # resume a half-done job: from the call to the first submitted task
-    half = SimulatedStore(Clock())
+    half = SimulatedStore()
     half.done = {s.shard_id for s in shards[::2]}
-    first: list[float] = []
-
-    class FirstTask(SimulatedPool):
-        def submit(self, task: ShardTask, solo: bool = False) -> bool:
-            if not first:
-                first.append(time.perf_counter())
-            return super().submit(task, solo)
-
+    rest = SimulatedPool(half, options.actors, options.slots)
     began = time.perf_counter()
-    resumed = Driver(
-        RunConfig(actors=options.actors),
-        half,
-        shards,
-        lambda: FirstTask(half, half.clock, options.actors, options.slots),
-        clock=half.clock,
-    )
-    listing = (len(half.done) // PAGE + 1) * PAGE_S
-    resumed.run()
-    resume_s = first[0] - began + listing
+    Driver(run, half, shards, lambda: rest, clock=lambda: half.now).run()
+    resume_s = (rest.first_submitted or began) - began + half.listings[0]
     report = {
         "shards": options.shards,
         "actors": options.actors,
@@ -160,20 +122,18 @@ def main() -> int:
         "receipts_per_cpu_second": round(pool.receipts / cpu),
         "driver_cpu_s": round(cpu, 2),
         "driver_wall_s": round(wall, 2),
-        "virtual_hours": round(clock.now / 3600, 2),
-        "listings": store.listings,
-        "listing_virtual_s": round(store.listing_s, 1),
+        "virtual_hours": round(store.now / 3600, 2),
+        "listings": len(store.listings),
+        "listing_virtual_s": round(sum(store.listings), 1),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "resume_half_done_s": round(resume_s, 2),
-        "resume_of_which_listing_s": listing,
+        "resume_of_which_listing_s": half.listings[0],
         "retries": outcome.tally.retries,
         "quarantined": len(store.quarantined),
-        "cpus": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
+        **host(),
     }
     print(json.dumps(report, indent=2))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    write(options.out, report)
     good = report["receipts_per_cpu_second"] >= 500 and report["peak_rss_gib"] < 1 and resume_s < 60
     return 0 if good else 1
 

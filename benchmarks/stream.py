@@ -10,16 +10,17 @@ results: benchmarks/results/stream.json.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import multiprocessing
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -27,12 +28,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import teachercache
+from benchmarks.report import RESULTS, parser, write
 from teachercache.format import layout
 from teachercache.format.sealed import seal
 from teachercache.testing import synthetic_record, synthetic_spec
 from tests.servers import serve
-
-DOCUMENT = 1024
 
 
 def fill(url: str, gib: float) -> None:
@@ -45,7 +45,7 @@ def fill(url: str, gib: float) -> None:
     writer = teachercache.create(url, spec)
     rng = np.random.default_rng(0)
     shard, attempt = "s00000", writer.new_attempt("s00000")
-    writer.commit(shard, (synthetic_record(rng, spec, f"d{i}", length=DOCUMENT) for i in range(200)), attempt=attempt)
+    writer.commit(shard, (synthetic_record(rng, spec, f"d{i}", length=1024) for i in range(200)), attempt=attempt)
     first = writer.publish()
     entry = first.files[0]
     data = writer.store.read(entry.path)
@@ -62,13 +62,8 @@ def fill(url: str, gib: float) -> None:
     writer.store.create(layout.manifest_path(2), seal(manifest))
 
 
-def peak_rss_mib() -> int:
-    """Of this process since its exec; getrusage would count the parent's memory before it."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) // 1024
-
-
-def read(url: str, seconds: float, out: multiprocessing.Queue[dict[str, float]]) -> None:
+def read(url: str, seconds: float) -> dict[str, float]:
+    """Stream for a while; in a process that has done nothing else."""
     cache = teachercache.open(url)
     with cache.stream(seed=1) as stream:
         opened = time.perf_counter()
@@ -80,24 +75,17 @@ def read(url: str, seconds: float, out: multiprocessing.Queue[dict[str, float]])
             rows += len(record.row_pos)
             touched += float(record.topk_logprobs[0, 0]) + int(record.topk_ids[-1, -1])
         elapsed = time.perf_counter() - began
-    out.put(
-        {
-            "rows_per_s": round(rows / elapsed),
-            "seconds": round(elapsed, 1),
-            "first_record_s": round(first, 2),
-            "peak_rss_mib": peak_rss_mib(),
-        }
-    )
+    found = {"rows_per_s": round(rows / elapsed), "seconds": round(elapsed, 1), "first_record_s": round(first, 2)}
+    # the peak since this process's exec; getrusage would count the parent's memory before it
+    peak = re.findall(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[0]
+    return {**found, "peak_rss_mib": int(peak) // 1024}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=5.0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--server", choices=["localbucket", "moto"], default="localbucket")
-    parser.add_argument("--keep", type=Path, help="folder of the server's data; re-used when it holds a cache")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "stream.json")
-    args = parser.parse_args()
+    keep = (None, "folder of the server's data; re-used when it holds a cache")
+    line = parser(__doc__, gib=5.0, seconds=60.0, keep=keep, out=RESULTS / "stream.json")
+    line.add_argument("--server", choices=["localbucket", "moto"], default="localbucket")
+    args = line.parse_args()
     with tempfile.TemporaryDirectory() as temp, serve(args.server, (args.keep or Path(temp)) / "s3") as server:
         os.environ.update(server.env())
         url = "s3://bench-stream/cache"
@@ -108,12 +96,8 @@ def main() -> None:
             print(f"filling {args.gib} GiB", flush=True)
             fill(url, args.gib)
             manifest = teachercache.open(url).manifest
-        context = multiprocessing.get_context("spawn")
-        queue: multiprocessing.Queue[dict[str, float]] = context.Queue()
-        reader = context.Process(target=read, args=(url, args.seconds, queue))
-        reader.start()
-        result = queue.get(timeout=args.seconds + 120)
-        reader.join()
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            result = pool.submit(read, url, args.seconds).result(timeout=args.seconds + 120)
     size = sum(f.size for f in manifest.files)
     result |= {
         "cache_gib": round(size / 2**30, 2),
@@ -125,9 +109,8 @@ def main() -> None:
         "load_before": os.getloadavg()[0],
         "taken": time.strftime("%Y-%m-%d"),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
+    write(args.out, result)
 
 
 if __name__ == "__main__":
