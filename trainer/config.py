@@ -99,6 +99,7 @@ class OptimConfig(Section):
 
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of AdamW's two moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(0.0, ge=0, description="Applied to matrices; norms and biases do not decay.")
     clip_norm: float | None = Field(1.0, gt=0, description="Largest norm of a step's gradient; null does not clip.")
     warmup_steps: int = Field(20, ge=0, description="Steps in which the learning rate rises from 0.")
@@ -130,6 +131,9 @@ class TrainConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Weights and compute; `auto` is bfloat16 on a GPU, float32 on a CPU."
     )
+    autocast: Literal["none", "bfloat16"] = Field(
+        "none", description="`bfloat16` computes the layers in bf16 under torch.autocast, over weights of `dtype`."
+    )
     attention: Literal["auto", "documents", "varlen", "flex", "mixed", "plain"] = Field(
         "auto", description="How documents are kept apart; trainer/model/attention.py has the kinds."
     )
@@ -151,10 +155,14 @@ class TrainConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on all linear layers but the head, through peft."""
+    """Low-rank adapters through peft."""
 
     rank: int = Field(16, ge=1, description="Rank of each adapter.")
     alpha: int = Field(32, description="Scale of the adapters: alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapters.")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="Names of the layers that get adapters; `all-linear` is all but the head."
+    )
 
 
 class CheckpointConfig(Section):

@@ -27,8 +27,6 @@ from teachercache.errors import UsageError
 from trainer.config import OptimConfig
 from trainer.model import Model
 
-EPS = 1e-8
-
 
 def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
     """Return what the peak learning rate is multiplied by at step `step` (from 0) and share `progress` of the run."""
@@ -59,7 +57,7 @@ def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
-    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": EPS}
+    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.state == "8bit":
         if config.master not in ("auto", "stochastic"):
             raise UsageError(f"optim.state=8bit rounds bf16 weights stochastically, found master={config.master}")

@@ -26,6 +26,8 @@ class Compute:
     dtype: torch.dtype
     attention: str
     """A kind of trainer.model.attention."""
+    autocast: bool = False
+    """Whether layers compute in bf16 whatever the weights' dtype."""
 
     @property
     def on_gpu(self) -> bool:
@@ -51,7 +53,7 @@ def choose_compute(train: TrainConfig) -> Compute:
         kind = attention.choose_kind(device, train.attention)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Compute(device, getattr(torch, dtype), kind)
+    return Compute(device, getattr(torch, dtype), kind, train.autocast == "bfloat16")
 
 
 def configure_torch(train: TrainConfig) -> None:
@@ -74,10 +76,17 @@ def open_cache(url: str, manifest: int | None) -> Cache:
 
 def load_frozen(folder: Path, compute: Compute, *, trust_remote_code: bool) -> Model:
     """Load a model that is not trained: frozen, in evaluation mode."""
+    return _load(folder, compute, trust_remote_code).eval().requires_grad_(False)
+
+
+def _load(folder: Path, compute: Compute, trust_remote_code: bool) -> Model:
     model = student.load_student(
         folder, dtype=compute.dtype, device=compute.device, trust_remote_code=trust_remote_code
     )
-    return model.eval().requires_grad_(False)
+    if compute.autocast:
+        layers = student.decoder(model)
+        layers.forward = torch.autocast(compute.device.type, dtype=torch.bfloat16)(layers.forward)
+    return model
 
 
 def load_teacher(config: TrainerConfig, compute: Compute) -> Model:
@@ -92,14 +101,12 @@ def load_for_training(config: TrainerConfig, folder: Path, compute: Compute, *, 
     folder  the student's, or with `resumed` a checkpoint's, which holds adapters alone where there are some
     """
     base = resolve_model_folder(config.student) if config.lora and resumed else folder
-    model = student.load_student(
-        base, dtype=compute.dtype, device=compute.device, trust_remote_code=config.trust_remote_code
-    )
+    model = _load(base, compute, config.trust_remote_code)
     # torch.compile fuses the same layers itself, and torch 2.11 cannot trace liger's.
     wanted = "off" if config.train.compile and config.train.liger == "auto" else config.train.liger
     apply_liger(model, wanted, compute.device)
     if config.lora:
-        model = lora.add(model, rank=config.lora.rank, alpha=config.lora.alpha, saved=folder if resumed else None)
+        model = lora.add(model, config.lora, saved=folder if resumed else None)
     student.freeze_what_text_does_not_use(model)
     _name, layers = student.layer_stack(model)
     if config.train.mlp_tile:

@@ -144,6 +144,12 @@ def test_a_saved_optimizer_continues_bit_for_bit(master: str, state: str, tmp_pa
         }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_adamw_takes_the_configured_betas_and_eps(dtype: torch.dtype) -> None:
+    groups = build_optimizer(model(dtype), OptimConfig(betas=(0.8, 0.9), eps=1e-3)).param_groups
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.8, 0.9, 1e-3)}
+
+
 def test_clipping_scales_the_gradient_once_for_every_optimizer() -> None:
     for dtype, config in ((torch.float32, OptimConfig()), (torch.bfloat16, OptimConfig())):
         a, b = model(dtype), model(dtype)

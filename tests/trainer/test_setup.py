@@ -14,7 +14,8 @@ from trainer import setup
 from trainer.config import load_config
 from trainer.data import PackedCache
 from trainer.model import activation
-from trainer.model.student import load_student
+from trainer.model.attention import DocumentLayout
+from trainer.model.student import hidden_states, load_student
 from trainer.optim import accumulate_in_float32, build_optimizer
 from trainer.step import Step
 
@@ -66,3 +67,27 @@ def test_auto_checkpointing_counts_the_bytes_of_the_weights_dtype(
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (int(free), 0))
             compute = setup.Compute(torch.device("cuda"), dtype, "auto")
             assert setup.choose_policy(model, config, compute) == expected, dtype
+
+
+def test_autocast_computes_in_bf16_over_float32_weights(cache_url: str, student: Path) -> None:
+    sequence = next(iter(PackedCache(teachercache.open(cache_url), seq_len=64)))
+    losses, seen = {}, {"none": [], "bfloat16": []}
+    for autocast in ("none", "bfloat16"):
+        config = load_config(None, [f"cache={cache_url}", f"student={student}", f"train.autocast={autocast}"])
+        compute = setup.choose_compute(config.train)
+        for model in (
+            setup.load_frozen(student, compute, trust_remote_code=False),
+            setup.load_for_training(config, student, compute, resumed=False),
+        ):
+            layout = DocumentLayout(sequence.document_lengths, "documents", compute.device)
+            hidden = hidden_states(model, sequence.input_ids, sequence.position_ids, layout)
+            seen[autocast].append(hidden.float())
+        step = Step(model, build_optimizer(model, config.optim), config, attention_kind="documents", vocab_size=320)
+        loss = step.loss(sequence, num_valid=sequence.num_rows)
+        loss.backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+        losses[autocast] = loss.item()
+    for plain, found in zip(seen["none"], seen["bfloat16"], strict=True):  # the frozen and the trained model
+        assert 1e-4 < (found - plain).norm() / plain.norm() < 2e-2
+    assert losses["bfloat16"] != losses["none"]
+    assert losses["bfloat16"] == pytest.approx(losses["none"], rel=1e-2)

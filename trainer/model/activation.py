@@ -48,21 +48,25 @@ def apply_policy(model: Model, layers: Any, policy: str) -> None:
         if not hasattr(layer, "gradient_checkpointing"):
             raise ValueError(f"{type(layer).__name__} cannot be checkpointed: it is no GradientCheckpointingLayer")
         layer.gradient_checkpointing = policy != "none"
-        layer._gradient_checkpointing_func = _runner(policy)
+        layer._gradient_checkpointing_func = _runner(policy, _draws(layers))
 
 
-def _runner(policy: str) -> Callable[..., Any]:
-    # No student has dropout (trainer.model.student refuses it), so no recomputation has random numbers to replay.
+def _draws(layers: Any) -> bool:
+    # An adapter's dropout: a recomputation must draw the same random numbers.
+    return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
+
+
+def _runner(policy: str, draws: bool) -> Callable[..., Any]:
     if policy == "offload":
-        return _offloaded
+        return partial(_offloaded, draws)
     kept = {"keep-attention": ATTENTION_OPS, "keep-matmuls": ATTENTION_OPS | MATMUL_OPS}.get(policy)
     options: dict[str, Any] = (
         {"context_fn": partial(create_selective_checkpoint_contexts, partial(_decide, kept))} if kept else {}
     )
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **options)
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
-def _offloaded(function: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -> Any:
+def _offloaded(draws: bool, function: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -> Any:
     pin = hidden.is_cuda
     # After a frozen embedding: a layer whose input needs no gradient would get none for its weights either.
     if not hidden.requires_grad:
@@ -70,7 +74,7 @@ def _offloaded(function: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -
     # Reentrant, so that only the layer's input is saved here: what the layer saves inside lives no longer than its
     # recomputation.
     with torch.autograd.graph.save_on_cpu(pin_memory=pin):
-        return checkpoint(function, hidden, *rest, use_reentrant=True, preserve_rng_state=False)
+        return checkpoint(function, hidden, *rest, use_reentrant=True, preserve_rng_state=draws)
 
 
 def _decide(kept: frozenset[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -86,13 +90,13 @@ def tile_mlps(layers: Any, tile: int) -> None:
         mlp = layer.mlp
         if not hasattr(mlp, "untiled_forward"):
             mlp.untiled_forward = mlp.forward
-        mlp.forward = partial(_tiled, mlp.untiled_forward, tile)
+        mlp.forward = partial(_tiled, mlp.untiled_forward, tile, _draws([mlp]))
 
 
-def _tiled(forward: Callable[[torch.Tensor], Any], tile: int, hidden: torch.Tensor) -> Any:
+def _tiled(forward: Callable[[torch.Tensor], Any], tile: int, draws: bool, hidden: torch.Tensor) -> Any:
     if hidden.shape[1] <= tile:
         return forward(hidden)
-    run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
     parts = [run(part) for part in hidden.split(tile, dim=1)]
     if isinstance(parts[0], tuple):  # gpt-oss returns its router's scores [tokens, experts] as well
         return tuple(torch.cat(pieces, dim=-2) for pieces in zip(*parts, strict=True))

@@ -6,13 +6,14 @@ import copy
 from pathlib import Path
 
 from teachercache.errors import UsageError
-from trainer.model import Model
+from trainer.config import LoraConfig
+from trainer.model import Model, student
 
 
-def add(model: Model, *, rank: int, alpha: int, saved: Path | None) -> Model:
-    """Freeze the model and give all its linear layers but the LM head adapters: new ones, or those in folder `saved`.
+def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
+    """Freeze the model and give its layers adapters: new ones, or those in folder `saved`.
 
-    Raises UsageError where peft is not installed.
+    Raises UsageError where peft is not installed, for layers that the model lacks and for adapters on the head.
     """
     try:
         import peft
@@ -22,8 +23,19 @@ def add(model: Model, *, rank: int, alpha: int, saved: Path | None) -> Model:
     if saved is not None:
         wrapped = peft.PeftModel.from_pretrained(model, str(saved), is_trainable=True)
     else:
-        # peft's "all-linear" leaves out the head, whose plain weight the loss multiplies with.
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
+        names = config.target_modules
+        settings = peft.LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names
+        )
+        try:
+            wrapped = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise UsageError(f"lora.target_modules = {names}: {' '.join(str(error).split())}") from error
+        if hasattr(student.base(wrapped).get_output_embeddings(), "base_layer"):
+            raise UsageError(
+                f"lora.target_modules = {names} adapts the head, whose plain weight the loss multiplies with, so that adapter "
+                "would never train; leave the head out"
+            )
     # The embedding is frozen, so a checkpointed first layer would see an input without a gradient.
     wrapped.enable_input_require_grads()
     return wrapped

@@ -9,7 +9,8 @@ import torch
 from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.trainer.model.test_attention import SMALL, build
-from trainer.model import activation, attention, student
+from trainer.config import LoraConfig
+from trainer.model import activation, attention, lora, student
 
 
 def gradients(folder: Path, policy: str, tile: int | None) -> dict[str, torch.Tensor]:
@@ -51,6 +52,32 @@ def test_recomputing_follows_autocast_and_does_without_a_gradient_for_the_embedd
     for options in ({"autocast": True}, {"frozen": True}):
         plain = layer_gradients(teacher, "none", **options)
         assert (layer_gradients(teacher, policy, **options) - plain).norm() <= 1e-5 * plain.norm(), options
+
+
+def adapter_gradients(folder: Path, policy: str, tile: int | None) -> torch.Tensor:
+    """Gradients of adapters with dropout, flat; the same random numbers each time."""
+    torch.manual_seed(0)
+    model = student.load_student(folder, dtype=torch.float32, device=torch.device("cpu"))
+    model = lora.add(model, LoraConfig(rank=4, dropout=0.2), saved=None).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    layers = student.decoder(model).layers
+    if tile:
+        activation.tile_mlps(layers, tile)
+    activation.apply_policy(model, layers, policy)
+    layout = attention.DocumentLayout((20,), "documents", torch.device("cpu"))
+    hidden = student.hidden_states(model, torch.arange(3, 23), torch.arange(20), layout)
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in activation.POLICIES if policy != "none"])
+def test_what_is_recomputed_drops_what_was_dropped(teacher: Path, policy: str) -> None:
+    pytest.importorskip("peft", reason="needs the package peft")
+    for tile in (None, 7):  # other tiles draw other numbers: like is compared with like
+        plain, found = adapter_gradients(teacher, "none", tile), adapter_gradients(teacher, policy, tile)
+        assert (found - plain).norm() <= 1e-5 * plain.norm(), tile
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss"])

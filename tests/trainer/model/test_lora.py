@@ -9,8 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from teachercache.errors import UsageError
 from tests.trainer import runs
 from trainer.checkpoint import resolve_model_folder
+from trainer.config import LoraConfig
+from trainer.model import lora
+from trainer.model.student import load_student
 
 peft = pytest.importorskip("peft", reason="needs the package peft")
 
@@ -22,7 +26,7 @@ def test_a_lora_run_resumes_bitwise_and_its_final_model_is_plain(cache_url: str,
         "data": {"seq_len": 128},
         "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 0},
         "train": {"threads": 1, "epochs": 2, "checkpointing": "offload"},
-        "lora": {"rank": 4},
+        "lora": {"rank": 4, "dropout": 0.1},
         "log": {"tensorboard": False},
     }
     whole = runs.write_config(tmp_path / "whole.yaml", **settings, output=str(tmp_path / "whole"))
@@ -45,3 +49,19 @@ def test_a_lora_run_resumes_bitwise_and_its_final_model_is_plain(cache_url: str,
     ids = torch.arange(3, 13)[None]
     out = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final").generate(ids, max_new_tokens=3)
     assert out.shape == (1, 13)
+
+
+@pytest.mark.parametrize(("names", "message"), [(["q_proj", "lm_head"], "adapts the head"), (["nose"], r"\['nose'\]")])
+def test_an_adapter_on_the_head_or_on_no_layer_is_refused(student: Path, names: list[str], message: str) -> None:
+    """The loss multiplies with the head's weight: such an adapter would get no gradient, and no one would know."""
+    model = load_student(student, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(UsageError, match=message):
+        lora.add(model, LoraConfig(target_modules=names), saved=None)
+
+
+def test_adapters_go_on_the_layers_that_are_named(student: Path) -> None:
+    model = load_student(student, dtype=torch.float32, device=torch.device("cpu"))
+    wrapped = lora.add(model, LoraConfig(rank=2, target_modules=["q_proj"]), saved=None)
+    trained = [name for name, parameter in wrapped.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".q_proj.lora_" in name for name in trained)
