@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    MissingObject,
-    StaleAttempt,
-    StoreUnavailable,
-)
+from teachercache.errors import MissingObject, StaleAttempt, StoreUnavailable
 from teachercache.store.store import Store
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records
 from teachercache.upkeep.verify import verify
 from teachercache.write.attempt import ShardAttempt
-
-SPEC = synthetic_spec()
+from tests.teachercache.caches import SPEC, id_too_large, one_nan, one_topk_nan, swap_rows, too_much_mass, writer_with
 
 
 def visible(url: str) -> list[str]:
@@ -67,14 +60,6 @@ def test_an_exception_while_a_file_is_uploaded_leaves_nothing_that_a_reader_sees
     assert verify(Store.open(any_url), SPEC).ok
 
 
-def writer_with(url, shards, per_shard=4):
-    writer = teachercache.create(url, SPEC)
-    for i in shards:
-        writer.commit(f"s{i}", synthetic_records(SPEC, per_shard, seed=i, prefix=f"s{i}"))
-    writer.publish()
-    return writer
-
-
 def test_an_attempt_that_slept_past_half_the_grace_period_gives_up(tmp_path):
     writer = writer_with(tmp_path, [0])
     now = [0.0]
@@ -113,36 +98,6 @@ def cache(tmp_path) -> Path:
         writer.commit(f"s{i}", synthetic_records(SPEC, 10, seed=i, prefix=f"s{i}"))
     writer.publish()
     return root
-
-
-def swap_rows(record):
-    logprobs = record.topk_logprobs.copy()
-    logprobs[0, [0, -1]] = logprobs[0, [-1, 0]]
-    return dataclasses.replace(record, topk_logprobs=logprobs)
-
-
-def too_much_mass(record):
-    logprobs = record.topk_logprobs.copy()
-    logprobs[0, :2] = np.log(np.float32(0.6))
-    return dataclasses.replace(record, topk_logprobs=logprobs)
-
-
-def one_nan(record):
-    tail = record.tail_logprob.copy()
-    tail[0] = np.nan
-    return dataclasses.replace(record, tail_logprob=tail)
-
-
-def one_topk_nan(record):
-    logprobs = record.topk_logprobs.copy()
-    logprobs[0, 3] = np.nan
-    return dataclasses.replace(record, topk_logprobs=logprobs)
-
-
-def id_too_large(record):
-    ids = record.topk_ids.copy()
-    ids[0, 0] = SPEC.tokenizer.vocab_size
-    return dataclasses.replace(record, topk_ids=ids)
 
 
 @pytest.mark.parametrize("damage", [swap_rows, too_much_mass, one_nan, one_topk_nan, id_too_large])

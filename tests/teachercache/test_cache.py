@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import threading
 
 import numpy as np
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    MissingObject,
-    NotACache,
-    UsageError,
-)
+from teachercache.errors import MissingObject, NotACache, UsageError
 from teachercache.format.record import round_logprobs
 from teachercache.parquet.datafile import DataFile
-from teachercache.testing import synthetic_records, synthetic_spec
-
-SPEC = synthetic_spec()
+from teachercache.testing import synthetic_records
+from tests.teachercache.caches import SPEC, in_a_fork, make
 
 
 def expected(record):
@@ -71,13 +65,6 @@ def test_opening_what_is_no_cache_says_so(any_url):
         teachercache.open(any_url)
 
 
-def make(url, count: int = 5, **options) -> teachercache.Cache:
-    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
-    writer.commit("s", synthetic_records(SPEC, count))
-    writer.publish()
-    return teachercache.open(url)
-
-
 def test_columns_given_as_one_string_are_refused_as_that(tmp_path):
     with pytest.raises(UsageError, match=r"\['doc_id'\]"):
         list(make(tmp_path / "cache").records(columns="doc_id"))
@@ -91,33 +78,12 @@ def test_representations_are_one_line(tmp_path):
     assert "path=" not in repr(cache.manifest)
 
 
-def _in_a_fork(work):
-    """What `work` returns, or its error, in a child that shares this process's memory, threads excepted."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-
-    def child() -> None:
-        try:
-            theirs.send(work())
-        except Exception as error:
-            theirs.send(error)
-
-    process = context.Process(target=child)
-    process.start()
-    try:
-        assert ours.poll(30), "the child hangs"
-        return ours.recv()
-    finally:
-        process.kill()
-        process.join()
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_an_open_cache_is_read_in_a_forked_worker(s3_url):
+def test_an_open_cache_is_readin_a_forked_worker(s3_url):
     """What a torch DataLoader does with a data set that holds a cache."""
     cache = make(f"{s3_url}/cache")
     assert len(list(cache.records())) == 5  # the parent's connections are open
-    assert _in_a_fork(lambda: len(list(cache.records()))) == 5
+    assert in_a_fork(lambda: len(list(cache.records()))) == 5
     assert len(list(cache.records())) == 5
 
 

@@ -16,11 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    CorruptFile,
-    InvalidRecord,
-    UnsafeManifest,
-)
+from teachercache.errors import CorruptFile, InvalidRecord, UnsafeManifest
 from teachercache.format import layout
 from teachercache.format.objects import Manifest
 from teachercache.format.record import round_logprobs

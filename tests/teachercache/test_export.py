@@ -8,9 +8,7 @@ import polars as pl
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    UsageError,
-)
+from teachercache.errors import UsageError
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.views.export import export
 

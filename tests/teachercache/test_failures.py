@@ -7,14 +7,7 @@ import threading
 
 import pytest
 
-from teachercache.errors import (
-    CorruptFile,
-    Exists,
-    MissingObject,
-    StoreDenied,
-    StoreUnavailable,
-    TeacherCacheError,
-)
+from teachercache.errors import CorruptFile, Exists, MissingObject, StoreDenied, StoreUnavailable, TeacherCacheError
 from teachercache.store.failures import classify, explain, outages_explained, retry_while_unavailable
 from teachercache.store.store import Store
 from tests.teachercache.faultfs import ClientError, FaultFS

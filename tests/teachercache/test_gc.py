@@ -9,27 +9,15 @@ from datetime import timedelta
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    StoreDenied,
-    UsageError,
-)
+from teachercache.errors import StoreDenied, UsageError
 from teachercache.format import layout
 from teachercache.store.store import Store
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.verify import verify
 from teachercache.write.attempt import ShardAttempt
-
-SPEC = synthetic_spec()
-
-
-def writer_with(url, shards, per_shard=4):
-    writer = teachercache.create(url, SPEC)
-    for i in shards:
-        writer.commit(f"s{i}", synthetic_records(SPEC, per_shard, seed=i, prefix=f"s{i}"))
-    writer.publish()
-    return writer
+from tests.teachercache.caches import SPEC, writer_with
 
 
 def test_a_second_collection_keeps_the_commits_of_replaced_shards(tmp_path):

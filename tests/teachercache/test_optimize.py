@@ -8,28 +8,14 @@ import numpy as np
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    IncompleteCache,
-    NotACache,
-    RepeatedContent,
-    UsageError,
-)
+from teachercache.errors import IncompleteCache, NotACache, RepeatedContent, UsageError
 from teachercache.format.objects import Plan, PlanShard
 from teachercache.store.store import Store
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.verify import verify
-
-SPEC = synthetic_spec()
-
-
-def writer_with(url, shards, per_shard=4):
-    writer = teachercache.create(url, SPEC)
-    for i in shards:
-        writer.commit(f"s{i}", synthetic_records(SPEC, per_shard, seed=i, prefix=f"s{i}"))
-    writer.publish()
-    return writer
+from tests.teachercache.caches import SPEC, writer_with
 
 
 def documents(url, manifest=None):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    IncompleteCache,
-    UsageError,
-)
+from teachercache.errors import IncompleteCache, UsageError
 from teachercache.format.objects import Plan, PlanShard
 from teachercache.format.sealed import utc_now
-from teachercache.testing import synthetic_records, synthetic_spec
-
-SPEC = synthetic_spec()
+from teachercache.testing import synthetic_records
+from tests.teachercache.caches import SPEC, writer_with
 
 
 def test_an_incomplete_cache_is_published_only_when_asked(any_url):
@@ -59,14 +55,6 @@ def test_a_manifest_that_no_one_could_read_is_not_published(tmp_path, monkeypatc
     with pytest.raises(UsageError, match="fewer, larger shards"):
         writer.publish()
     assert teachercache.open(tmp_path / "cache").manifest == cache.manifest
-
-
-def writer_with(url, shards, per_shard=4):
-    writer = teachercache.create(url, SPEC)
-    for i in shards:
-        writer.commit(f"s{i}", synthetic_records(SPEC, per_shard, seed=i, prefix=f"s{i}"))
-    writer.publish()
-    return writer
 
 
 @pytest.mark.slow

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 import teachercache
 from teachercache.errors import InvalidRecord
-from teachercache.format.record import (
-    TAIL_FLOOR,
-    check_record,
-    content_key,
-    round_logprobs,
-    tail_from_logprobs,
-)
+from teachercache.format.record import TAIL_FLOOR, check_record, content_key, round_logprobs, tail_from_logprobs
 from teachercache.testing import synthetic_record, synthetic_spec
 
 SPEC = synthetic_spec()

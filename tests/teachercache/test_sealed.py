@@ -8,12 +8,7 @@ import json
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    CorruptFile,
-    TeacherCacheError,
-    UnsafeManifest,
-    UnsupportedFormat,
-)
+from teachercache.errors import CorruptFile, TeacherCacheError, UnsafeManifest, UnsupportedFormat
 from teachercache.format import layout
 from teachercache.format.objects import Manifest
 from teachercache.format.sealed import seal, unseal

@@ -15,13 +15,7 @@ from pydantic import BaseModel, field_validator
 import teachercache
 from teachercache.configfile import validate
 from teachercache.doctor import check_store
-from teachercache.errors import (
-    Exists,
-    MissingObject,
-    StoreDenied,
-    StoreUnsafe,
-    UsageError,
-)
+from teachercache.errors import Exists, MissingObject, StoreDenied, StoreUnsafe, UsageError
 from teachercache.store.store import Store, refuse_credentials
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.gc import collect

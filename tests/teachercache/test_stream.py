@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import random
 from collections import Counter
 
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    StoreUnavailable,
-    UsageError,
-)
+from teachercache.errors import StoreUnavailable, UsageError
 from teachercache.parquet.datafile import DataFile
 from teachercache.read.disk_cache import DiskCache
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records
+from tests.teachercache.caches import SPEC, in_a_fork, make
 
 SHARDS = 5
 PER_SHARD = 23
-SPEC = synthetic_spec()
 
 
 @pytest.fixture(scope="module")
@@ -194,39 +190,11 @@ def test_a_damaged_local_copy_is_replaced_by_the_object(cache, tmp_path, damage)
     assert {c.name for c in tmp_path.glob("*.parquet")} == {c.name for c in copies}
 
 
-def make(url, count: int = 5, **options) -> teachercache.Cache:
-    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
-    writer.commit("s", synthetic_records(SPEC, count))
-    writer.publish()
-    return teachercache.open(url)
-
-
-def _in_a_fork(work):
-    """What `work` returns, or its error, in a child that shares this process's memory, threads excepted."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-
-    def child() -> None:
-        try:
-            theirs.send(work())
-        except Exception as error:
-            theirs.send(error)
-
-    process = context.Process(target=child)
-    process.start()
-    try:
-        assert ours.poll(30), "the child hangs"
-        return ours.recv()
-    finally:
-        process.kill()
-        process.join()
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_stream_refuses_a_fork_instead_of_waiting_for_ever(tmp_path):
     with make(tmp_path / "cache").stream() as stream:
         next(stream)
-        assert isinstance(_in_a_fork(lambda: [r.doc_id for _, r in zip(range(50), stream, strict=False)]), UsageError)
+        assert isinstance(in_a_fork(lambda: [r.doc_id for _, r in zip(range(50), stream, strict=False)]), UsageError)
 
 
 def test_a_state_of_an_older_manifest_says_which_one_to_open(tmp_path):

@@ -7,21 +7,10 @@ import dataclasses
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    RepeatedContent,
-)
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.errors import RepeatedContent
+from teachercache.testing import synthetic_records
 from teachercache.upkeep.verify import verify
-
-SPEC = synthetic_spec()
-
-
-def writer_with(url, shards, per_shard=4):
-    writer = teachercache.create(url, SPEC)
-    for i in shards:
-        writer.commit(f"s{i}", synthetic_records(SPEC, per_shard, seed=i, prefix=f"s{i}"))
-    writer.publish()
-    return writer
+from tests.teachercache.caches import SPEC, writer_with
 
 
 def test_content_in_two_splits_is_counted_and_refused_unless_allowed(tmp_path):

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    StoreDenied,
-)
+from teachercache.errors import StoreDenied
 from teachercache.format import layout
 from teachercache.format.objects import Commit, Manifest
 from teachercache.format.sealed import seal, unseal
 from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.verify import verify
-
-SPEC = synthetic_spec()
+from tests.teachercache.caches import SPEC, id_too_large, one_nan, one_topk_nan, swap_rows, too_much_mass
 
 
 @pytest.fixture
@@ -100,36 +95,6 @@ def test_a_file_swapped_and_described_as_such_is_found_too(cache):
     ]
     rewrite(cache / layout.manifest_path(1), Manifest, files=files)
     assert "files were swapped" in problems(cache)
-
-
-def swap_rows(record):
-    logprobs = record.topk_logprobs.copy()
-    logprobs[0, [0, -1]] = logprobs[0, [-1, 0]]
-    return dataclasses.replace(record, topk_logprobs=logprobs)
-
-
-def too_much_mass(record):
-    logprobs = record.topk_logprobs.copy()
-    logprobs[0, :2] = np.log(np.float32(0.6))
-    return dataclasses.replace(record, topk_logprobs=logprobs)
-
-
-def one_nan(record):
-    tail = record.tail_logprob.copy()
-    tail[0] = np.nan
-    return dataclasses.replace(record, tail_logprob=tail)
-
-
-def one_topk_nan(record):
-    logprobs = record.topk_logprobs.copy()
-    logprobs[0, 3] = np.nan
-    return dataclasses.replace(record, topk_logprobs=logprobs)
-
-
-def id_too_large(record):
-    ids = record.topk_ids.copy()
-    ids[0, 0] = SPEC.tokenizer.vocab_size
-    return dataclasses.replace(record, topk_ids=ids)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 import teachercache
-from teachercache.errors import (
-    SpecMismatch,
-)
+from teachercache.errors import SpecMismatch
 from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
