@@ -166,10 +166,10 @@ class Encoder:
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if recipe.special_text == "as_text" and (found := self._special.search(written)):  # it would become a real one
             raise Dropped("special_text", f"a message holds {found[0]!r}; recipe.special_text=as_tokens allows that")
-        by_spans = chat.mask == "assistant" and not generates
-        parts: list[tuple[int, int]] = []
         if generates and messages[-1]["role"] == "assistant":
             raise Dropped(ENDS_WITH_ASSISTANT, "there is no turn left to answer")
+        by_spans = chat.mask == "assistant" and not generates
+        parts: list[tuple[int, int]] = []
         if by_spans:
             text, parts = assistant_spans(messages, self.render, self._special, tools)
         else:

@@ -19,10 +19,9 @@ def resolve_model(config: TeacherConfig) -> Path:
     """Return the teacher's local folder; a hub id is fetched into the hub's cache first. Raises UsageError."""
     folder = Path(config.model).expanduser()
     if folder.is_dir():
-        if not (folder / "tokenizer.json").exists():
-            raise UsageError(f"teacher.model {config.model}: expected a folder with tokenizer.json, found none in it")
-        if config.engine != "noop" and not (folder / "config.json").exists():
-            raise UsageError(f"teacher.model {config.model}: expected a folder with config.json, found none in it")
+        for name in ("tokenizer.json",) if config.engine == "noop" else ("tokenizer.json", "config.json"):
+            if not (folder / name).exists():
+                raise UsageError(f"teacher.model {config.model}: expected a folder with {name}, found none in it")
         return folder.resolve()
     looks_like_path = config.model.startswith(("/", ".", "~")) or config.model.count("/") != 1
     if looks_like_path:
@@ -44,19 +43,11 @@ def build_spec(job: JobConfig, folder: Path) -> CacheSpec:
     tokenizer = fingerprint_tokenizer(folder)
     if config.engine == "noop":
         nothing = hashlib.sha256(b"noop").hexdigest()
-        teacher = TeacherSpec(
-            name=config.name or "noop",
-            weights_digest=nothing,
-            config_digest=nothing,
-            dtype="float32",
-            engine="noop",
-            head_dtype="float32",
-        )
+        made_up: dict[str, Any] = {"engine": "noop", "dtype": "float32", "head_dtype": "float32"}
+        teacher = TeacherSpec(name=config.name or "noop", weights_digest=nothing, config_digest=nothing, **made_up)
         return CacheSpec(teacher=teacher, tokenizer=tokenizer, top_k=config.top_k)
     stored: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    quantization = config.engine_args.get("quantization") or (stored.get("quantization_config") or {}).get(
-        "quant_method"
-    )
+    stored_quantization = stored.get("quantization_config") or {}
     overrides = {k: v for k, v in config.engine_args.items() if k in _IDENTITY_ARGUMENTS[3:]}
     teacher = TeacherSpec(
         name=config.name or (Path(config.model).name if Path(config.model).expanduser().is_dir() else config.model),
@@ -64,7 +55,7 @@ def build_spec(job: JobConfig, folder: Path) -> CacheSpec:
         weights_digest=fingerprint_weights(folder),
         config_digest=fingerprint_config(folder),
         dtype=config.dtype,
-        quantization=quantization,
+        quantization=config.engine_args.get("quantization") or stored_quantization.get("quant_method"),
         kv_cache_dtype=str(config.engine_args.get("kv_cache_dtype", "auto")),
         engine=config.engine,
         head_dtype=config.head_dtype,

@@ -46,11 +46,9 @@ def examine_pipeline(url: str | None = None, *, write: bool = True) -> list[Find
 
 def child(code: str) -> tuple[dict[str, Any] | None, str]:
     """Run Python code that prints one JSON line last; return (its value, "") or (None, why not)."""
+    env = dict(os.environ, RAY_DEDUP_LOGS="0", VLLM_LOGGING_LEVEL="ERROR")
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S,
-            env=dict(os.environ, RAY_DEDUP_LOGS="0", VLLM_LOGGING_LEVEL="ERROR"),
-        )  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
     except subprocess.TimeoutExpired:
         return None, f"no answer within {TIMEOUT_S} s"
     for line in reversed(done.stdout.splitlines()):
