@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from teachercache.errors import TeacherCacheError
-from trainer.config import LossConfig, TrainerConfig
+from trainer.config import TrainerConfig
 from trainer.data.sequence import NO_LABEL, PackedSequence
 from trainer.losses import TeacherRows, kl_loss, online_kl_loss
 from trainer.model import Model, student
@@ -108,81 +109,40 @@ class Step:
         return sequence.num_rows
 
     def loss(self, sequence: PackedSequence, *, num_valid: int) -> torch.Tensor:
-        """Return the sum over the sequence's valid rows / num_valid: a scalar to call backward on."""
+        """Return the configured loss, the sum over the sequence's valid rows / num_valid: a scalar."""
+        config, top_k, head = self.config.loss, self.config.data.top_k, student.head(self.model)
+        tokens = (sequence.input_ids, sequence.position_ids)
         layout = DocumentLayout(sequence.document_lengths, self.attention_kind, self.device)
-        hidden = student.hidden_states(self.model, sequence.input_ids, sequence.position_ids, layout)
-        head = student.head(self.model)
-        rows = head.scaled(hidden.index_select(0, sequence.row_index))
-        teacher_logits = None
-        if self.config.loss.method == "online":
+        hidden = student.hidden_states(self.model, *tokens, layout).index_select(0, sequence.row_index)
+        hidden = head.scaled(hidden)
+        weight = head.weight.to(hidden.dtype)
+        valid = sequence.labels != NO_LABEL if config.ce_weight else None
+        call: dict[str, Any] = {
+            "options": config.for_head(head.softcap),
+            "num_valid": num_valid,
+            "vocab_size": min(self.vocab_size, weight.shape[0]),
+            "bias": head.bias,
+            "chunk_size": config.chunk_size,
+        }
+        if config.method == "online":
             assert self.teacher is not None
-            teacher_logits = student.row_logits(
-                self.teacher, sequence.input_ids, sequence.position_ids, sequence.row_index, layout
-            )
-        return distillation_loss(
+            logits = student.row_logits(self.teacher, *tokens, sequence.row_index, layout)
+            if config.tail is None:
+                return online_kl_loss(hidden, weight, logits, valid=valid, **call)
+            rows = TeacherRows.from_logits(logits[:, : call["vocab_size"]], top_k or sequence.topk_ids.shape[1], valid)
+        else:
+            rows = TeacherRows(sequence.topk_ids, sequence.topk_logprobs, sequence.tail_logprob, valid)
+            rows = rows if top_k is None else rows.truncate(min(top_k, rows.top_k))
+        return kl_loss(
+            hidden,
+            weight,
             rows,
-            head,
-            sequence,
-            self.config.loss,
-            top_k=self.config.data.top_k,
-            num_valid=num_valid,
-            vocab_size=min(self.vocab_size, head.weight.shape[0]),
-            teacher_logits=teacher_logits,
+            method="fused" if config.method == "online" else config.method,
+            labels=sequence.labels if config.ce_weight else None,
+            recompute=config.recompute,
+            validate=False,  # records were checked when they were committed, ids when the cache was opened
+            **call,
         )
-
-
-def distillation_loss(
-    hidden: torch.Tensor,
-    head: student.Head,
-    sequence: PackedSequence,
-    config: LossConfig,
-    *,
-    top_k: int | None,
-    num_valid: int,
-    vocab_size: int,
-    teacher_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the configured loss of hidden states [R, d] (already scaled) against a sequence's R teacher rows.
-
-    num_valid     what the sum is divided by; top_k  use only this many of the cached entries (None: all)
-    vocab_size    the real vocabulary; teacher_logits  [R, at least vocab_size], with config.method = online
-    """
-    weight = head.weight if head.weight.dtype == hidden.dtype else head.weight.to(hidden.dtype)
-    valid = sequence.labels != NO_LABEL if config.ce_weight else None
-    options = config.for_head(head.softcap)
-    live = config.method == "online"
-    if live:
-        assert teacher_logits is not None
-        if config.tail is None:
-            return online_kl_loss(
-                hidden,
-                weight,
-                teacher_logits,
-                options=options,
-                valid=valid,
-                num_valid=num_valid,
-                vocab_size=vocab_size,
-                bias=head.bias,
-                chunk_size=config.chunk_size,
-            )
-        rows = TeacherRows.from_logits(teacher_logits[:, :vocab_size], top_k or sequence.topk_ids.shape[1], valid)
-    else:
-        rows = TeacherRows(sequence.topk_ids, sequence.topk_logprobs, sequence.tail_logprob, valid)
-        rows = rows if top_k is None else rows.truncate(min(top_k, rows.top_k))
-    return kl_loss(
-        hidden,
-        weight,
-        rows,
-        options=options,
-        method="fused" if live else config.method,
-        labels=sequence.labels if config.ce_weight else None,
-        num_valid=num_valid,
-        vocab_size=vocab_size,
-        bias=head.bias,
-        chunk_size=config.chunk_size,
-        recompute=config.recompute,
-        validate=False,  # records were checked when they were committed, ids when the cache was opened
-    )
 
 
 def _names(sequences: Sequence[PackedSequence], limit: int = 20) -> str:

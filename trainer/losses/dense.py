@@ -15,22 +15,16 @@ from trainer.losses.row_math import divergence, mixed, student_logits
 from trainer.losses.rows import TeacherRows
 
 
-def dense_loss(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    rows: TeacherRows,
-    labels: Tensor | None,
-    loss_scale: Tensor,
-    options: LossOptions,
+def dense_losses(
+    raw_logits: Tensor, bias: Tensor | None, rows: TeacherRows, labels: Tensor | None, options: LossOptions
 ) -> Tensor:
-    """Return the sum of the rows' losses times loss_scale; head [V, d] and bias [V] are cut to the real vocabulary.
+    """Return the loss [N] of each row of raw logits [N, V], differentiable; invalid rows give 0.
 
     Memory: about six [N, V] grids, four of them float32, until the backward pass.
     """
     t = options.temperature
-    has_tail = options.tail == "bucket" and rows.top_k < head.shape[0]
-    z = student_logits(hidden @ head.t(), bias, options)
+    has_tail = options.tail == "bucket" and rows.top_k < raw_logits.shape[1]
+    z = student_logits(raw_logits, bias, options)
 
     with torch.no_grad():
         rows = rows.prepared(z.dtype)
@@ -69,4 +63,4 @@ def dense_loss(
     if options.ce_weight:
         assert labels is not None
         z_label = z.gather(1, rows.where_valid(labels.long(), 0)[:, None])[:, 0]
-    return rows.where_valid(mixed(kd, lse, z_label, options), 0.0).sum() * loss_scale
+    return rows.where_valid(mixed(kd, lse, z_label, options), 0.0)

@@ -48,23 +48,12 @@ def chunk_losses(
 
 
 def forward_chunked_loss(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    rows: TeacherRows,
-    labels: Tensor | None,
-    loss_scale: Tensor,
-    options: LossOptions,
-    chunk_size: int,
+    logits: Tensor, bias: Tensor | None, rows: TeacherRows, labels: Tensor | None, options: LossOptions, chunk_size: int
 ) -> Tensor:
-    """Return the sum of the rows' losses times loss_scale; head [V, d] and bias [V] are cut to the real vocabulary.
-
-    Memory: N * V logits in hidden's dtype, and float32 copies of them, until the backward pass.
-    """
-    logits = hidden @ head.t()
-    total = loss_scale.new_zeros(()) + logits[:0].sum()
-    for start in range(0, hidden.shape[0], chunk_size):
+    """Return the sum of the losses of raw logits [N, V], a chunk of rows at a time; keeps float32 copies of them."""
+    total = logits[:0].sum(dtype=accumulator_dtype(logits.dtype))
+    for start in range(0, len(rows), chunk_size):
         part = slice(start, start + chunk_size)
         part_labels = None if labels is None else labels[part]
         total = total + chunk_losses(logits[part], bias, rows[part], part_labels, options).sum()
-    return total * loss_scale
+    return total

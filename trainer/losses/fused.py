@@ -124,9 +124,7 @@ def fused_kl(
     acc_dtype = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = (need and not asked.recompute for need in asked.needed)
     write_grad = need_hidden or need_weight or need_bias
-    head = head_weight[:vocab_size]
-    head_t = head.t()
-    head_bias = None if bias is None else bias[:vocab_size]
+    head, head_bias = head_weight[:vocab_size], None if bias is None else bias[:vocab_size]
 
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     grad_bias = bias.new_zeros(bias.shape, dtype=acc_dtype) if need_bias and bias is not None else hidden.new_empty(0)
@@ -134,9 +132,7 @@ def fused_kl(
     if need_weight:
         weight_dtype = _weight_grad_dtype(head_weight, main_grad, n, chunk_size)
         grad_weight = head_weight.new_empty(head_weight.shape, dtype=weight_dtype)
-        grad_weight[vocab_size:].zero_()
-        if n == 0:
-            grad_weight.zero_()
+        grad_weight[vocab_size if n else 0 :].zero_()  # the products fill the rest
 
     logits = _padded_buffer(min(chunk_size, n), vocab_size, hidden)
     kernel = _row_kernel(logits, rows.top_k)
@@ -147,7 +143,7 @@ def fused_kl(
         if asked.has_invalid:  # the hidden state of a padding position may be NaN, and 0 * NaN would reach the head
             h = h.masked_fill((scale == 0)[:, None], 0.0)
         chunk = logits[: h.shape[0]]
-        torch.mm(h, head_t, out=chunk)
+        torch.mm(h, head.t(), out=chunk)
         part_labels = None if labels is None else labels[part]
         losses.append(kernel(chunk, head_bias, rows[part], part_labels, scale, asked.options, write_grad))
         if need_hidden:
@@ -248,16 +244,9 @@ def _differentiable_grads(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, .
     asked: Settings = ctx.asked
     rows = TeacherRows(ids, logprobs, tail, row_scale != 0)
     with torch.enable_grad():
-        loss = forward_chunked_loss(
-            rows.where_valid(hidden, 0.0) if asked.has_invalid else hidden,
-            head_weight[: asked.vocab_size],
-            None if bias is None else bias[: asked.vocab_size],
-            rows,
-            labels,
-            loss_scale,
-            asked.options,
-            asked.chunk_size,
-        )
+        logits = (rows.where_valid(hidden, 0.0) if asked.has_invalid else hidden) @ head_weight[: asked.vocab_size].t()
+        head_bias = None if bias is None else bias[: asked.vocab_size]
+        loss = forward_chunked_loss(logits, head_bias, rows, labels, asked.options, asked.chunk_size) * loss_scale
     wanted = [x for x, need in zip((hidden, head_weight, bias), asked.needed, strict=True) if need]
     found = iter(torch.autograd.grad(loss, wanted, grad_loss, create_graph=True))
     return tuple(next(found) if need else None for need in asked.needed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.losses.dense import dense_loss
+from trainer.losses.dense import dense_losses
 from trainer.losses.forward_chunked import forward_chunked_loss
 from trainer.losses.fused import default_chunk_size, fused_loss
 from trainer.losses.options import METHODS, LossOptions
@@ -89,7 +89,12 @@ def kl_loss(
     labels = labels if options.ce_weight else None
     if validate and not torch.compiler.is_compiling():
         rows.check_values(vocab_size)
-        _check_labels(labels, rows, vocab_size)
+        if labels is not None:
+            wrong = int(rows.where_valid((labels < 0) | (labels >= vocab_size), False).sum())
+            if wrong:
+                raise ValueError(
+                    f"{wrong} labels of valid rows lie outside [0, {vocab_size}); mark them invalid in TeacherRows.valid"
+                )
     if chunk_size is None:
         chunk_size = default_chunk_size(len(rows), hidden.shape[1], vocab_size, hidden.dtype, hidden.device)
     if hidden.stride(-1) != 1:
@@ -97,22 +102,16 @@ def kl_loss(
     scale = _loss_scale(num_valid, rows, accumulator_dtype(hidden.dtype))
     if method == "fused":
         return fused_loss(hidden, head_weight, bias, rows, labels, scale, options, vocab_size, chunk_size, recompute)
-    hidden = rows.where_valid(hidden, 0.0)
-    head, head_bias = head_weight[:vocab_size], None if bias is None else bias[:vocab_size]
+    logits = rows.where_valid(hidden, 0.0) @ head_weight[:vocab_size].t()
+    head_bias = None if bias is None else bias[:vocab_size]
     if method == "dense":
-        return dense_loss(hidden, head, head_bias, rows, labels, scale, options)
-    return forward_chunked_loss(hidden, head, head_bias, rows, labels, scale, options, chunk_size)
+        return dense_losses(logits, head_bias, rows, labels, options).sum() * scale
+    return forward_chunked_loss(logits, head_bias, rows, labels, options, chunk_size) * scale
 
 
 def _check_shapes(
-    hidden: Tensor,
-    head_weight: Tensor,
-    rows: TeacherRows,
-    labels: Tensor | None,
-    vocab_size: int,
-    bias: Tensor | None,
+    hidden: Tensor, head_weight: Tensor, rows: TeacherRows, labels: Tensor | None, vocab_size: int, bias: Tensor | None
 ) -> None:
-    """Raise ValueError where shapes, dtypes or devices disagree."""
     if hidden.dim() != 2 or head_weight.dim() != 2 or hidden.shape[1] != head_weight.shape[1]:
         raise ValueError(
             f"hidden must be [N, d] and head_weight [V, d], found {tuple(hidden.shape)} and {tuple(head_weight.shape)}"
@@ -136,17 +135,6 @@ def _check_shapes(
         raise ValueError(f"bias must be [{v}], one value a row of head_weight, found {tuple(bias.shape)}")
     if labels is not None and (labels.shape != (n,) or labels.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"labels must be int32 or int64 [{n}], found {labels.dtype} {tuple(labels.shape)}")
-
-
-def _check_labels(labels: Tensor | None, rows: TeacherRows, vocab_size: int) -> None:
-    """Raise ValueError for a label of a valid row that is outside the vocabulary; waits for the device."""
-    if labels is None:
-        return
-    count = int(rows.where_valid((labels < 0) | (labels >= vocab_size), False).sum())
-    if count:
-        raise ValueError(
-            f"{count} labels of valid rows lie outside [0, {vocab_size}); mark such rows invalid in TeacherRows.valid"
-        )
 
 
 def _loss_scale(num_valid: int | float | Tensor | None, rows: TeacherRows, dtype: torch.dtype) -> Tensor:

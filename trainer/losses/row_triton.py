@@ -358,7 +358,8 @@ def loss_and_grad_in_place(
     row_stride = logits.stride(0) if n > 1 else max(vocab, logits.stride(0))
     programs = n
     if logits.is_cuda:
-        programs = min(n, round(config.programs_per_sm * _multiprocessors(logits.device.index)))
+        processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
+        programs = min(n, round(config.programs_per_sm * processors))
     beta = options.jsd_beta
     with on_device_of(logits):
         _row_kernel[(programs,)](
@@ -396,7 +397,3 @@ def loss_and_grad_in_place(
             num_warps=config.num_warps,
         )
     return loss
-
-
-def _multiprocessors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count

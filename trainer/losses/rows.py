@@ -136,27 +136,18 @@ class TeacherRows:
         Invalid rows are not looked at. Sorts the ids of every row; on a GPU it waits for the device once.
         """
         ids, logprobs, tail = self.topk_ids, self.topk_logprobs, self.tail_logprob
-        outside = ((ids < 0) | (ids >= vocab_size)).any(dim=1)
         ordered = ids.sort(dim=1).values
-        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
-        not_finite = ~(logprobs.isfinite().all(dim=1) & tail.isfinite())
-        mass = logprobs.double().exp().sum(dim=1)
-        too_heavy = (mass > 1 + MASS_TOLERANCE) | (tail > MASS_TOLERANCE)
-        problems = torch.stack([outside, repeated, not_finite, too_heavy])
-        if self.valid is not None:
-            problems = problems & self.valid
-        counts = problems.sum(dim=1).tolist()
-        if not any(counts):
-            return
-        meanings = [
-            f"hold an id outside [0, {vocab_size})",
-            "hold an id twice",
-            "hold a NaN or infinite log-probability",
-            f"hold more probability than 1 + {MASS_TOLERANCE}: are these logits instead of log-probabilities?",
-        ]
-        which = next(i for i, count in enumerate(counts) if count)
-        first = int(problems[which].nonzero()[0])
-        raise ValueError(
-            f"{counts[which]} of {len(self)} teacher rows {meanings[which]} (the first is row {first}); "
-            f"drop or repair these rows, or mark them invalid"
-        )
+        too_heavy = (logprobs.double().exp().sum(dim=1) > 1 + MASS_TOLERANCE) | (tail > MASS_TOLERANCE)
+        problems = {
+            f"hold an id outside [0, {vocab_size})": ((ids < 0) | (ids >= vocab_size)).any(dim=1),
+            "hold an id twice": (ordered[:, 1:] == ordered[:, :-1]).any(dim=1),
+            "hold a NaN or infinite log-probability": ~(logprobs.isfinite().all(dim=1) & tail.isfinite()),
+            f"hold more probability than 1 + {MASS_TOLERANCE}: are these logits instead of log-probabilities?": too_heavy,
+        }
+        found = self.where_valid(torch.stack(list(problems.values()), dim=1), False)  # [N, problems]
+        for index, (problem, count) in enumerate(zip(problems, found.sum(dim=0).tolist(), strict=True)):
+            if count:
+                raise ValueError(
+                    f"{count} of {len(self)} teacher rows {problem} (the first is row {int(found[:, index].nonzero()[0])}); "
+                    "drop or repair these rows, or mark them invalid"
+                )

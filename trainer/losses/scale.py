@@ -28,20 +28,15 @@ def scaled_in_place(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     On CUDA a factor of exactly one (a plain `loss.backward()`) costs a launch and no memory traffic: the
     kernel looks at the scalar on the device.
     """
-    on_gpu = grad.is_cuda and torch.float64 not in (grad.dtype, dtype)
-    if grad.dtype != dtype:
-        out = torch.empty_like(grad, dtype=dtype)
-        if not on_gpu:
-            return torch.mul(grad, factor, out=out)
-        scale_into(grad, factor, out)
-        return out
     grad = grad.data  # the saved tensor's own memory: its version must not count as modified
-    if on_gpu:
-        scale_into(grad, factor, grad)
-        return grad
-    if grad.dtype == factor.dtype:
-        return grad.mul_(factor)
-    return grad.copy_(grad.to(factor.dtype) * factor)  # a bf16 multiply would round the factor first
+    out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
+    if grad.is_cuda and torch.float64 not in (grad.dtype, dtype):
+        scale_into(grad, factor, out)
+    elif grad.dtype == factor.dtype:
+        torch.mul(grad, factor, out=out)
+    else:
+        out.copy_(grad.to(factor.dtype) * factor)  # a bf16 multiply would round the factor first
+    return out
 
 
 if triton is not None:

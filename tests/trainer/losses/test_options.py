@@ -40,7 +40,7 @@ def signatures() -> Iterator[tuple[str, inspect.Signature]]:
 def test_the_options_names_are_spelled_in_one_place() -> None:
     seen = dict(signatures())
     assert "trainer.losses.kl.kl_loss " in seen
-    assert "trainer.step.distillation_loss " in seen
+    assert "trainer.step.Step loss" in seen
     spelled = {where: set(OPTION_NAMES) & set(signature.parameters) for where, signature in seen.items()}
     assert {where: names for where, names in spelled.items() if names} == {}
     schema = [argument.name for argument in fused_kl._opoverload._schema.arguments]
