@@ -32,7 +32,7 @@ def bench_loss(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32. Default bfloat16 on CUDA.")] = "",
     device: Device = "",
     repeats: Annotated[int, typer.Option(help="Timed repetitions; the median is reported.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Folder for loss.json and two plots.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for loss.json and its plots, loss.svg.")] = None,
     cpu_ratio_only: Annotated[
         bool, typer.Option("--cpu-ratio", help="Only the CPU bar: fused against forward_chunked; exit 1 if missed.")
     ] = False,
@@ -87,10 +87,7 @@ def bench_loss(
     document = {"machine": machine(where), "results": [asdict(result) for result in results]}
     save(out, "loss.json", document)
     if out is not None:
-        try:
-            loss.plots(results, out)
-        except ImportError:
-            console.print("matplotlib is not installed: no plots")
+        loss.plots(results, out / "loss.svg")
     if as_json:
         print(json.dumps(document))
     else:
@@ -105,7 +102,7 @@ def bench_step(
     documents: Annotated[int, typer.Option(help="Equal documents in the sequence.")] = 1,
     device: Device = "",
     repeats: Annotated[int, typer.Option(help="Timed steps; the fastest counts.")] = 2,
-    out: Annotated[Path | None, typer.Option(help="Folder for step.json and a plot.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for step.json and its plots, step.png.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure steps of a named shape: time, tokens/s, TFLOP/s of model work and memory by length and policy.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.bench.closed_form import closed_form_loss
 from trainer.bench.measure import extra_gib, plot, release_memory, time_ms
-from trainer.bench.shapes import HEADS, OUR_METHODS, HeadShape
+from trainer.bench.shapes import HEADS, NEEDS_GPU, OUR_METHODS, HeadShape
 from trainer.losses import TeacherRows, kl_loss
 
 ERROR_ROWS = 64
@@ -144,23 +144,21 @@ def gradient_errors(method: Method, inputs: LossInputs) -> tuple[float, float]:
         hidden, head = (x.detach().to(dtype).requires_grad_() for x in (inputs.hidden[:n], inputs.head_weight))
         return LossInputs(hidden, head, inputs.rows[:n], inputs.labels[:n])
 
+    def error(ours: Tensor, truth: Tensor) -> float:
+        assert ours.grad is not None
+        assert truth.grad is not None
+        return float((ours.grad.double() - truth.grad).norm() / truth.grad.norm())
+
     small, exact = cut(inputs.hidden.dtype), cut(torch.float64)
     method(small).backward()
     _ours(exact, method="forward_chunked").backward()
-    errors = []
-    for ours, theirs in ((small.hidden.grad, exact.hidden.grad), (small.head_weight.grad, exact.head_weight.grad)):
-        assert ours is not None
-        assert theirs is not None
-        errors.append(float((ours.double() - theirs).norm() / theirs.norm()))
-    return errors[0], errors[1]
+    return error(small.hidden, exact.hidden), error(small.head_weight, exact.head_weight)
 
 
 def certainly_too_large(name: str, rows: int, head: HeadShape, device: torch.device) -> bool:
     """Return whether [N, V] grids alone exceed the device, so that trying would only take time."""
-    if device.type != "cuda" or name not in ("dense", "forward_chunked"):
-        return False
-    grid_bytes = {"dense": 16, "forward_chunked": 6}[name] * rows * head.vocab_size
-    return grid_bytes > torch.cuda.get_device_properties(device).total_memory
+    grid_bytes = {"dense": 16, "forward_chunked": 6}.get(name, 0) * rows * head.vocab_size
+    return device.type == "cuda" and grid_bytes > torch.cuda.get_device_properties(device).total_memory
 
 
 def run_benchmark(
@@ -183,7 +181,9 @@ def run_benchmark(
             inputs = make_inputs(length, head, top_k, dtype, device)
             for name in names:
                 result = LossFigures(name, head_name, length, *head, top_k, str(dtype).removeprefix("torch."))
-                if name not in available:
+                if name in NEEDS_GPU and device.type != "cuda":
+                    result.note = "needs a GPU"
+                elif name not in available:
                     result.note = "not installed"
                 elif certainly_too_large(name, length, head, device):
                     result.note = "out of memory (its grids alone exceed the device)"
@@ -212,17 +212,11 @@ def cpu_ratio(repeats: int = 3) -> dict[str, Any]:
     return found | {"holds": time_ratio <= MAX_TIME_RATIO and memory_ratio <= MAX_MEMORY_RATIO}
 
 
-def plots(results: Sequence[LossFigures], folder: Path) -> None:
-    """Write two SVG plots, extra memory and time against rows, one line a method, for the first head measured."""
-    first = results[0]
-    names = dict.fromkeys(r.method for r in results)
-    for field, label in (("extra_gib", "extra memory, GiB"), ("time_ms", "forward + backward, ms")):
-        lines = {
-            name: [(r.rows, getattr(r, field)) for r in results if r.method == name and r.head == first.head]
-            for name in names
-        }
-        path = folder / f"loss-{field.split('_')[0]}.svg"
-        plot(path, f"{first.head}, K = {first.top_k}", "rows", {label: lines}, log_y=True)
+def plots(results: Sequence[LossFigures], path: Path) -> None:
+    """Write extra memory and time over rows, one line a method, for the first head measured."""
+    head, top_k = results[0].head, results[0].top_k
+    points = [(r.method, r.rows, r.extra_gib, r.time_ms) for r in results if r.head == head]
+    plot(path, f"{head}, K = {top_k}", ("rows", "extra memory, GiB", "forward + backward, ms"), points, log_y=True)
 
 
 def table(results: Sequence[LossFigures]) -> Table:

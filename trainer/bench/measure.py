@@ -7,6 +7,7 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 
 GIB = 1 << 30
-Points = Sequence[tuple[float, float | None]]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> f
             times.append(1e3 * seconds(call, device))
             continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
+        synchronize(device)
         begin.record()
         call()
         end.record()
-        torch.cuda.synchronize()
+        synchronize(device)
         times.append(begin.elapsed_time(end))
     return float(statistics.median(times))
 
@@ -121,17 +121,24 @@ def save(folder: Path | None, name: str, report: Mapping[str, Any]) -> None:
         (folder / name).write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
 
 
-def plot(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Points]], *, log_y: bool) -> None:
-    """Write one figure: a panel for each y label, in it a line for each name; a point without y is left out."""
-    import matplotlib
+def plot(path: Path, title: str, labels: tuple[str, ...], points: Sequence[tuple[Any, ...]], *, log_y: bool) -> None:
+    """Write one figure of points (name, x, y, …): a panel for each y, in it a line for each name; y may be None.
 
+    Says on standard error where matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plots", file=sys.stderr)
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False)
-    for axis, (ylabel, lines) in zip(axes[0], panels.items(), strict=True):
-        for name, points in lines.items():
-            shown = [(x, y) for x, y in points if y is not None]
+    xlabel, *ylabels = labels
+    figure, axes = pyplot.subplots(1, len(ylabels), figsize=(6 * len(ylabels), 4), squeeze=False)
+    for column, (axis, ylabel) in enumerate(zip(axes[0], ylabels, strict=True), start=2):
+        for name in dict.fromkeys(point[0] for point in points):
+            shown = [(point[1], point[column]) for point in points if point[0] == name and point[column] is not None]
             if shown:
                 axis.plot(*zip(*shown, strict=True), marker="o", label=name)
         axis.set(xscale="log", yscale="log" if log_y else "linear", xlabel=xlabel, ylabel=ylabel, title=title)

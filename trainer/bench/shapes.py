@@ -23,14 +23,12 @@ HEADS = {
 LENGTHS = (4_096, 8_192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
 OUR_METHODS = ("fused", "fused_recompute", "forward_chunked", "dense")
 METHODS = (*OUR_METHODS, "closed_form", "closed_form_lean", "liger_hard_label", "cce_hard_label", "torch_hard_label")
+NEEDS_GPU = ("liger_hard_label", "cce_hard_label")
+"""Peers whose kernels run nowhere else."""
 
 _SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
 )
 SHAPES = {
     name: dict(zip(_SIZES, sizes, strict=True))

@@ -7,22 +7,22 @@ row is measured after one warm-up step (which compiles and plans), and reports t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainer.bench.measure import GIB, plot, release_memory, seconds
 from trainer.bench.shapes import SHAPES
 from trainer.config import TrainerConfig
 from trainer.data.sequence import PackedSequence
 from trainer.flops import matmul_parameters, step_flops
-from trainer.model import activation, attention
+from trainer.model import Model, activation, attention
 from trainer.model.liger import apply_liger
 from trainer.optim import build_optimizer
 from trainer.step import Step
@@ -64,32 +64,17 @@ class StepBench:
     """One model of a shape, re-used over many cases."""
 
     def __init__(
-        self,
-        shape: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        optim: dict[str, Any] | None = None,
-        liger: str = "auto",
-        layers: int | None = None,
-        seed: int = 0,
+        self, shape: str, device: torch.device, dtype: torch.dtype, *, optim: dict[str, Any] | None = None
     ) -> None:
-        settings: dict[str, Any] = dict(SHAPES[shape])
-        if layers is not None:
-            settings["num_hidden_layers"] = layers
-        torch.manual_seed(seed)
-        settings |= {"attn_implementation": attention.NAME, "use_cache": False}
-        model_config = LlamaConfig(
-            **settings,
-            max_position_embeddings=2**20,
-            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        )
-        with _default(device, dtype):
-            self.model = LlamaForCausalLM(model_config)
-        self.model.train()
-        self.uses_liger = apply_liger(self.model, liger, device)
+        torch.manual_seed(0)
+        settings = {"attn_implementation": attention.NAME, "use_cache": False, "max_position_embeddings": 2**20}
+        rope = {"rope_type": "default", "rope_theta": 500_000.0}
+        with torch.device(device):
+            config = LlamaConfig(**SHAPES[shape], **settings, rope_parameters=rope)
+            self.model: Model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        self.uses_liger = apply_liger(self.model, "auto", device)
         self.layers = self.model.model.layers
-        self.device, self.vocab_size = device, settings["vocab_size"]
+        self.device, self.vocab_size = device, config.vocab_size
         self.config = TrainerConfig.model_validate({"cache": "synthetic", "student": shape, "optim": optim or {}})
         self.optimizer = build_optimizer(self.model, self.config.optim)
         self.parameters = matmul_parameters(self.model)
@@ -122,54 +107,38 @@ class StepBench:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         losses: list[float] = []
-        times = [
-            seconds(lambda: losses.append(step.run([sequence], lr=1e-5).loss), self.device)
-            for _ in range(warmup + repeats)
-        ]
-        best = min(times[warmup:])
+
+        def run() -> None:
+            losses.append(step.run([sequence], lr=1e-5).loss)
+
+        best = min([seconds(run, self.device) for _ in range(warmup + repeats)][warmup:])
         flops = step_flops(self.model.config, self.parameters, sequence.document_lengths)
         memory = torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None
         return StepFigures(case, best, case.tokens / best, flops / best / 1e12, memory, losses[-1])
 
 
-@contextmanager
-def _default(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Build a model directly on a device in a dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def synthetic_sequence(tokens: int, documents: int, vocab_size: int, top_k: int = 100, seed: int = 0) -> PackedSequence:
+def synthetic_sequence(tokens: int, documents: int, vocab_size: int, top_k: int = 100) -> PackedSequence:
     """Return a packed sequence of equal documents with a random teacher row at every position but the last of each."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     top_k = min(top_k, vocab_size // 2)
     length = tokens // documents
-    lengths = (length,) * documents
     position = torch.arange(length).repeat(documents)
-    row_index = torch.arange(length * documents)
-    row_index = row_index[position < length - 1]
+    row_index = (position < length - 1).nonzero()[:, 0]
     rows = row_index.numel()
     # One id from each of K equal stretches of the vocabulary: distinct without a sort.
     stretch = vocab_size // top_k
     ids = torch.randint(0, stretch, (rows, top_k), generator=generator, dtype=torch.int32)
     ids += torch.arange(top_k, dtype=torch.int32) * stretch
     logprobs = (torch.rand(rows, top_k, generator=generator) * 8).sort(dim=1, descending=True).values
-    logprobs = logprobs.log_softmax(dim=1) + torch.log(torch.tensor(0.95))
-    tail = torch.full((rows,), 0.05).log()
     input_ids = torch.randint(0, vocab_size, (length * documents,), generator=generator)
     return PackedSequence(
         input_ids=input_ids,
         position_ids=position,
-        document_lengths=lengths,
+        document_lengths=(length,) * documents,
         row_index=row_index,
         topk_ids=ids,
-        topk_logprobs=logprobs,
-        tail_logprob=tail,
+        topk_logprobs=logprobs.log_softmax(dim=1) + math.log(0.95),
+        tail_logprob=torch.full((rows,), math.log(0.05)),
         labels=input_ids.roll(-1)[row_index],
         documents=tuple((f"synthetic-{index}", 0) for index in range(documents)),
         tokens_done=length * documents,
@@ -190,11 +159,5 @@ def table(results: Sequence[StepFigures], title: str) -> Table:
 
 def plots(results: Sequence[StepFigures], path: Path) -> None:
     """Write TFLOP/s and memory over length, one line a policy."""
-    policies = dict.fromkeys(r.case.policy for r in results)
-    panels = {
-        label: {
-            name: [(r.case.tokens, getattr(r, field)) for r in results if r.case.policy == name] for name in policies
-        }
-        for field, label in (("tflops", "TFLOP/s of model work"), ("memory_gib", "peak GiB"))
-    }
-    plot(path, "", "tokens", panels, log_y=False)
+    points = [(r.case.policy, r.case.tokens, r.tflops, r.memory_gib) for r in results]
+    plot(path, "", ("tokens", "TFLOP/s of model work", "peak GiB"), points, log_y=False)
