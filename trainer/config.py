@@ -149,9 +149,7 @@ class TrainConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of torch: pin them for bitwise equal runs.")
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms alone; for bitwise GPU runs.")
-    spike_factor: float | None = Field(
-        None, gt=1, description="Stop when a step's loss exceeds the running mean by this factor."
-    )
+    spike_factor: float | None = Field(None, gt=1, description="Stop when a loss exceeds this times the running mean.")
 
 
 class LoraConfig(Section):
@@ -181,9 +179,7 @@ class EvalConfig(Section):
     """Held-out evaluation during a run, and by `eval`."""
 
     split: str = Field("heldout", description="The split to evaluate on.")
-    every_steps: int | None = Field(
-        None, ge=1, description="Steps between two evaluations; null: never, not at the end."
-    )
+    every_steps: int | None = Field(None, ge=1, description="Steps between evaluations; null: never, not at the end.")
     max_rows: int | None = Field(None, ge=1, description="Stop after this many rows; the same rows every time.")
 
 
@@ -199,9 +195,7 @@ class TrainerConfig(Section):
     """Everything that `fit` and `eval` read."""
 
     cache: str = Field(description="URL of the cache: s3://bucket/path, or a folder.")
-    manifest: int | None = Field(
-        None, description="Pin one manifest by number; default: the newest at the first start."
-    )
+    manifest: int | None = Field(None, description="Pin one manifest by number; default: the newest at first start.")
     student: str = Field(description="A Hugging Face folder or an output of this trainer, local or s3://…")
     output: str | None = Field(None, description="Checkpoints and logs: a folder or s3://…; `fit` requires it.")
     teacher: str | None = Field(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from teachercache import Cache
 from teachercache.errors import TeacherCacheError, UsageError
@@ -53,11 +54,10 @@ def evaluate(
     vocab_size: int,
     attention_kind: str,
     teacher: Model | None = None,
-    chunk_size: int = CHUNK_ROWS,
 ) -> dict[str, Any]:
     """Return means over all valid rows: KL, top-1 agreement, perplexity, calibration error.
 
-    The model's mode is restored. Memory: chunk_size · V · 4 bytes of logits a few times over; with a teacher, R · V · 4
+    The model's mode is restored. Memory: CHUNK_ROWS · V · 4 bytes of logits a few times over; with a teacher, R · V · 4
     bytes for a sequence's rows.
     Raises TeacherCacheError when there is no row.
     """
@@ -72,8 +72,8 @@ def evaluate(
         where = (sequence.input_ids, sequence.position_ids)
         hidden = student.hidden_states(model, *where, layout).index_select(0, sequence.row_index)
         theirs = student.row_logits(teacher, *where, sequence.row_index, layout) if teacher is not None else None
-        for start in range(0, sequence.num_rows, chunk_size):
-            part = slice(start, start + chunk_size)
+        for start in range(0, sequence.num_rows, CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
             rows = TeacherRows(sequence.topk_ids[part], sequence.topk_logprobs[part], sequence.tail_logprob[part])
             logprobs = head.logits(hidden[part])[:, :vocab_size].log_softmax(dim=1)
             sums.update(_sums(logprobs, rows, sequence.labels[part], calibration))
@@ -82,27 +82,24 @@ def evaluate(
                 full = (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).double().sum().item()
                 sums.update({"kl_full": full})
     model.train(was_training)
-    rows_seen = sums["rows"]
-    if rows_seen == 0:
+    if sums["rows"] == 0:
         raise TeacherCacheError("nothing to evaluate: the split has no valid row")
     count, confidence, correct = calibration
     result: dict[str, Any] = {
-        "heldout_kl": sums["kl"] / rows_seen,
+        "heldout_kl": sums["kl"] / sums["rows"],
         "heldout_kl_kind": "K+1 outcomes (bucket)",
-        "top1_agreement": sums["agree"] / rows_seen,
+        "top1_agreement": sums["agree"] / sums["rows"],
         "perplexity": math.exp(min(sums["nll"] / max(sums["labelled"], 1), 700.0)),
         "ece": ((confidence - correct).abs().sum() / count.sum().clamp_min(1)).item(),
-        "rows": rows_seen,
+        "rows": sums["rows"],
         "seconds": time.monotonic() - started,
     }
     if teacher is not None:
-        result["heldout_kl_full_vocabulary"] = sums["kl_full"] / rows_seen
+        result["heldout_kl_full_vocabulary"] = sums["kl_full"] / sums["rows"]
     return result
 
 
-def _sums(
-    logprobs: torch.Tensor, rows: TeacherRows, labels: torch.Tensor, calibration: torch.Tensor
-) -> dict[str, float]:
+def _sums(logprobs: Tensor, rows: TeacherRows, labels: Tensor, calibration: Tensor) -> dict[str, float]:
     """Return sums over rows of a chunk, from the student's log-probabilities [N, V]; adds to `calibration`."""
     confidence, top1 = logprobs.max(dim=1)
     known = labels != NO_LABEL
@@ -119,7 +116,7 @@ def _sums(
     }
 
 
-def _bucket_kl(logprobs: torch.Tensor, rows: TeacherRows) -> float:
+def _bucket_kl(logprobs: Tensor, rows: TeacherRows) -> float:
     """Sum over rows of KL over the K+1 outcomes, spelled out from full log-probabilities [N, V]."""
     ids = rows.topk_ids.long()
     outside = logprobs.scatter(1, ids, float("-inf")).logsumexp(dim=1)

@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from teachercache.errors import UsageError
 from trainer.config import OptimConfig
@@ -74,7 +75,7 @@ def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
         raise UsageError(f"optim.master={config.master} is for bf16 weights; these are float32 already")
     if not bf16 and config.state == "float32":
         return torch.optim.AdamW(groups, **common, fused=True)
-    master = config.master if config.master != "auto" else "split"
+    master = "split" if config.master == "auto" else config.master
     moments = torch.bfloat16 if config.state == "bfloat16" else torch.float32
     return MixedAdamW(groups, **common, master=master, state_dtype=moments, offload=offload)
 
@@ -85,24 +86,17 @@ class MixedAdamW(torch.optim.Optimizer):
     master       split | float32 | stochastic: where the bits of a float32 weight are that bf16 lacks (module docstring)
     state_dtype  float32 or bfloat16 moments; bf16 moments are rounded stochastically, or the second one would never move
     offload      keep the state in pinned CPU memory; two parameters' worth of it is on the GPU at a time
+    defaults     of a group: lr, betas, eps and, if not 0, weight_decay
     `grad_scale` (a 0-d tensor or None) multiplies gradients on the way in: clipping without another pass.
     A parameter's gradient is `main_grad` where it has one (float32), else `grad`.
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        master: str,
-        state_dtype: torch.dtype,
-        offload: bool = False,
+        self, params: Iterable[Any], *, master: str, state_dtype: torch.dtype, offload: bool = False, **defaults: Any
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        super().__init__(params, {"weight_decay": 0.0, **defaults})
         self.master, self.state_dtype, self.offload = master, state_dtype, offload
-        self.grad_scale: torch.Tensor | None = None
+        self.grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -123,25 +117,22 @@ class MixedAdamW(torch.optim.Optimizer):
         for state, (parameter, grad, group) in zip(_streamed(states) if self.offload else states, updates, strict=True):
             self._update(parameter, grad, group, state)
 
-    def _new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": 0}
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
+    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
+        moments = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in range(2))
+        state: dict[str, Any] = {"step": 0, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
         if parameter.dtype == torch.bfloat16 and self.master == "split":
             state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
         elif parameter.dtype == torch.bfloat16 and self.master == "float32":
             state["master"] = parameter.float()
         return {key: self._placed(value, parameter) for key, value in state.items()}
 
-    def _placed(self, value: Any, parameter: torch.Tensor) -> Any:
+    def _placed(self, value: Any, parameter: Tensor) -> Any:
         """Return a piece of state where it is kept between steps."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return value
         return value.cpu().pin_memory() if self.offload else value.to(parameter.device, copy=True)
 
-    def _update(
-        self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
-    ) -> None:
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         state["step"] += 1
         (beta1, beta2), lr = group["betas"], group["lr"]
         numbers = [lr, lr * group["weight_decay"], 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]]
@@ -149,19 +140,10 @@ class MixedAdamW(torch.optim.Optimizer):
         scalars = torch.tensor(numbers, dtype=torch.float32).to(parameter.device, non_blocking=True)
         scale = self.grad_scale if self.grad_scale is not None else torch.ones((), device=parameter.device)
         kept = state.get("low", state.get("master"))
+        tensors = (parameter.detach(), grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], kept)
+        flat = [None if tensor is None else tensor.view(-1) for tensor in tensors]
         update = _compiled(adamw_update) if parameter.is_cuda else adamw_update
-        update(
-            parameter.detach().view(-1),
-            grad.reshape(-1),
-            state["exp_avg"].view(-1),
-            state["exp_avg_sq"].view(-1),
-            None if kept is None else kept.view(-1),
-            scalars,
-            scale,
-            beta1,
-            beta2,
-            group["eps"],
-        )
+        update(*flat, scalars, scale, beta1, beta2, group["eps"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state as it was saved: torch's own would cast every moment to the parameter's dtype, on the GPU."""
@@ -187,7 +169,7 @@ def _streamed(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             left[-2].synchronize()
         with torch.cuda.stream(up):
             return {
-                key: value.cuda(non_blocking=True) if isinstance(value, torch.Tensor) else value
+                key: value.cuda(non_blocking=True) if isinstance(value, Tensor) else value
                 for key, value in state.items()
             }
 
@@ -201,7 +183,7 @@ def _streamed(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         down.wait_stream(compute)
         with torch.cuda.stream(down):
             for key, value in here.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     state[key].copy_(value, non_blocking=True)
                     value.record_stream(compute)
                     value.record_stream(down)
@@ -212,13 +194,13 @@ def _streamed(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def adamw_update(
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    kept: torch.Tensor | None,
-    scalars: torch.Tensor,
-    grad_scale: torch.Tensor,
+    parameter: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    kept: Tensor | None,
+    scalars: Tensor,
+    grad_scale: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -249,7 +231,7 @@ def adamw_update(
         parameter.copy_(stochastic_round(weight) if parameter.dtype == torch.bfloat16 else weight)
 
 
-def split_float32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into (bf16 nearest to it, int16 rest); join_float32 returns the same bits.
 
     Halves are rounded away from zero: rounding to even would need a rest of +32,768, which int16 lacks.
@@ -260,13 +242,13 @@ def split_float32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), low
 
 
-def join_float32(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def join_float32(high: Tensor, low: Tensor) -> Tensor:
     """Join (bf16, int16 rest) to the float32 that split_float32 took apart."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
-def stochastic_round(value: torch.Tensor) -> torch.Tensor:
+def stochastic_round(value: Tensor) -> Tensor:
     """Round float32 to bf16, up or down with the probability that makes the mean exact."""
     noise = torch.randint(0, 1 << 16, value.shape, device=value.device, dtype=torch.int32)
     bits = (value.view(torch.int32) + noise) >> 16
@@ -278,9 +260,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+def gradient(parameter: Tensor) -> Tensor | None:
     """Return a parameter's gradient, wherever it accumulates: `main_grad` or `grad`."""
-    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    main: Tensor | None = getattr(parameter, "main_grad", None)
     return main if main is not None else parameter.grad
 
 
@@ -290,7 +272,7 @@ def accumulate_in_float32(model: Model) -> None:
     The fused loss adds to the head's `main_grad` directly, without rounding to bf16 in between. 4 bytes a parameter.
     """
 
-    def fold(parameter: torch.Tensor) -> None:
+    def fold(parameter: Tensor) -> None:
         if parameter.grad is not None:
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
             parameter.grad = None
@@ -301,7 +283,7 @@ def accumulate_in_float32(model: Model) -> None:
             parameter.register_post_accumulate_grad_hook(fold)
 
 
-def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
+def clear_gradients(parameters: Iterable[Tensor]) -> None:
     """Drop `grad` and zero `main_grad`."""
     for parameter in parameters:
         parameter.grad = None
@@ -310,19 +292,19 @@ def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm over all gradients, summed in float32: a 0-d tensor. ValueError where there is none."""
     grads = [grad for grad in map(gradient, parameters) if grad is not None]
     if not grads:
         raise ValueError("no parameter has a gradient: is anything trained?")
     # The same device and order every time, so the sum is reproducible.
     norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32))
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
 @torch.no_grad()
-def apply_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor, clip_norm: float | None) -> None:
+def apply_step(optimizer: torch.optim.Optimizer, norm: Tensor, clip_norm: float | None) -> None:
     """Clip to `clip_norm` and take the step, whichever optimiser it is."""
     scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm is not None else torch.ones_like(norm)
     if isinstance(optimizer, MixedAdamW):

@@ -43,10 +43,7 @@ class DataCounts:
 
 
 class _Pooled(NamedTuple):
-    """A pooled record and the corpus tokens it accounts for.
-
-    These are its own, those truncated from it, and those of records discarded just before it.
-    """
+    """A record and the corpus tokens it accounts for: its own, those cut off it, and those discarded just before it."""
 
     record: Record
     tokens: int
@@ -143,13 +140,9 @@ class PackedCache(IterableDataset[PackedSequence]):
 
     def _epoch(self, state: dict[str, Any]) -> Iterator[tuple[PackedSequence, dict[str, Any]]]:
         """Yield the rest of one epoch, from `state` on."""
-        epoch, skip = state["epoch"], state["used"]
+        epoch, skip, seed = state["epoch"], state["used"], self.seed * 1_000_003 + state["epoch"]
         stream = self.cache.stream(
-            split=self.split,
-            seed=self.seed * 1_000_003 + epoch,
-            state=state["stream"],
-            shuffle=self.shuffle,
-            repeat=False,
+            split=self.split, seed=seed, state=state["stream"], shuffle=self.shuffle, repeat=False
         )
         # The counts in the state are those after the last used sequence; reading restarts at the anchor's counts.
         counts = DataCounts(**(state.get("anchor_counts") or state["counts"]))
@@ -163,24 +156,17 @@ class PackedCache(IterableDataset[PackedSequence]):
                 exhausted = self._read_block(stream, pool, counts, seq_len, epoch)
                 block += 1
                 flush = exhausted or block % self.blocks_per_flush == 0
-                groups, carried = pack_block(
-                    [len(item.record.input_ids) for item in pool],
-                    seq_len,
-                    flush=flush,
-                    max_carry=self.block_sequences,
-                    seed=(self.seed, epoch, counts.documents),
-                )
+                lengths = [len(item.record.input_ids) for item in pool]
+                order = (self.seed, epoch, counts.documents)
+                groups, carried = pack_block(lengths, seq_len, flush=flush, max_carry=self.block_sequences, seed=order)
                 for group in groups:
                     used += 1
-                    counts.tokens_trained += sum(len(pool[i].record.input_ids) for i in group)
+                    counts.tokens_trained += sum(lengths[i] for i in group)
                     counts.tokens_done += sum(pool[i].tokens for i in group)
                     if used <= skip:
                         continue
-                    sequence = pack_records(
-                        [pool[i].record for i in group],
-                        pad_to=seq_len if self.pad else None,
-                        tokens_done=counts.tokens_done,
-                    )
+                    records, pad_to = [pool[i].record for i in group], seq_len if self.pad else None
+                    sequence = pack_records(records, pad_to=pad_to, tokens_done=counts.tokens_done)
                     after = self._fresh_state(epoch=epoch, counts=counts)
                     after |= {"stream": anchor["stream"], "used": used, "anchor_counts": anchor["counts"]}
                     yield sequence, after

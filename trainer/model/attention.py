@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -59,7 +60,7 @@ class DocumentLayout:
     calls: int = 0
     """How often attention was computed over this layout."""
     _masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
+    _offsets: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -85,7 +86,7 @@ class DocumentLayout:
             self._masks[window] = _block_mask(self.lengths, window, self.device)
         return self._masks[window]
 
-    def offsets(self, first: int) -> torch.Tensor:
+    def offsets(self, first: int) -> Tensor:
         """Return int32 [documents - first + 1]: where documents[first:] begin, counted from the first, and the end."""
         if first not in self._offsets:
             ends = list(itertools.accumulate(self.lengths[first:], initial=0))
@@ -107,18 +108,18 @@ def choose_kind(device: torch.device, requested: str = "auto") -> str:
 
 def document_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     layout: DocumentLayout | None = None,
     **_unused: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Compute attention in one layer: the function that transformers calls.
 
     query [1, H, T, D], key and value [1, H_kv, T, D]; returns ([1, T, H, D], None).
@@ -161,14 +162,14 @@ class _Options:
     scale: float
     window: int | None
     softcap: float | None
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
     @property
     def special(self) -> bool:
         return self.window is not None or self.softcap is not None or self.sinks is not None
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
     """Compute causal attention of one document: [1, H, n, D] x [1, H_kv, m, D] -> [1, H, n, D] in O(n·m) memory.
 
     The queries are those of the last n of m tokens; n = m but for generation.
@@ -193,8 +194,8 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
 
 
 def _long_then_short(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, first_short: int, scale: float
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, first_short: int, scale: float
+) -> Tensor:
     """Send the long documents, which come first, through SDPA and those from `first_short` on through varlen."""
     lengths = layout.lengths
     if first_short == 0:
@@ -209,21 +210,17 @@ def _long_then_short(
     return torch.cat([long, _varlen(q_short, k_short, v_short, layout, first_short, scale)], dim=2)
 
 
-def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, first: int, scale: float
-) -> torch.Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, first: int, scale: float) -> Tensor:
     """documents[first:] in one call of flash attention's variable-length kernel: no padding, any lengths."""
     offsets, longest = layout.offsets(first), max(layout.lengths[first:])
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-    out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+    out: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale
     )[0]
     return out.transpose(0, 1)[None]
 
 
-def causal_documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scale: float
-) -> torch.Tensor:
+def causal_documents(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
     """Run causal SDPA over documents that follow one another; equal neighbours share one call.
 
     query [1, H, T, D], key and value [1, H_kv, T, D]; lengths add up to T.
@@ -238,9 +235,7 @@ def causal_documents(
     return torch.cat([_causal_run(q, k, v, count, length, scale) for (count, length), q, k, v in parts], dim=2)
 
 
-def _causal_run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, length: int, scale: float
-) -> torch.Tensor:
+def _causal_run(q: Tensor, k: Tensor, v: Tensor, count: int, length: int, scale: float) -> Tensor:
     """`count` documents of one length, [1, H, count·length, D]; on CUDA the end is padded so that few kernels serve."""
     # [1, H, count·length, D] -> [count, H, length, D] without a copy
     q, k, v = (tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for tensor in (q, k, v))
@@ -258,7 +253,7 @@ def rounded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def sdpa_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def sdpa_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Run one causal call over a batch of documents of one length, through the fastest kernel that takes it."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.is_cuda and q.dtype not in HALF:
@@ -281,7 +276,7 @@ def _block_mask(lengths: tuple[int, ...], window: int | None, device: torch.devi
         torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device), output_size=total
     )
 
-    def seen(_batch: Any, _head: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def seen(_batch: Any, _head: Any, q: Tensor, kv: Tensor) -> Tensor:
         allowed = (document[q] == document[kv]) & (q >= kv)
         return allowed & (q - kv < window) if window is not None else allowed
 
@@ -296,13 +291,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def _flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: _Options
-) -> torch.Tensor:
+def _flex(query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, options: _Options) -> Tensor:
     attend: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
     softcap = options.softcap
 
-    def capped(score: torch.Tensor, _b: Any, _h: Any, _q: Any, _kv: Any) -> torch.Tensor:
+    def capped(score: Tensor, _b: Any, _h: Any, _q: Any, _kv: Any) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
@@ -317,9 +310,9 @@ def _flex(
         return_lse=options.sinks is not None,
     )
     if options.sinks is None:
-        plain: torch.Tensor = result
+        plain: Tensor = result
         return plain
     # A sink adds exp(sink) to the denominator: out · e^lse / (e^lse + e^sink) = out · sigmoid(lse - sink).
-    out: torch.Tensor = result[0]
+    out: Tensor = result[0]
     keep = torch.sigmoid(result[1] - options.sinks.float().view(1, -1, 1))
     return out * keep[..., None].to(out.dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from teachercache import Cache, fingerprint_tokenizer
@@ -25,19 +26,19 @@ from trainer.model import Model, attention
 class Head:
     """How hidden states become logits: softcap(scale · hidden @ weight.T + bias)."""
 
-    weight: torch.Tensor  # [V, d]
-    bias: torch.Tensor | None  # [V]
+    weight: Tensor  # [V, d]
+    bias: Tensor | None  # [V]
     scale: float
     softcap: float | None
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, V] of hidden states [N, d]: the naive twin of the fused loss's first product."""
         logits = (self.scaled(hidden) @ self.weight.to(hidden.dtype).T).float()
         if self.bias is not None:
             logits = logits + self.bias.float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap is not None else logits
 
-    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+    def scaled(self, hidden: Tensor) -> Tensor:
         """Return hidden states [N, d] times `scale`: what the loss multiplies with the weight."""
         return hidden if self.scale == 1.0 else hidden * self.scale
 
@@ -120,9 +121,7 @@ def head(model: Model) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
 
 
-def hidden_states(
-    model: Model, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: attention.DocumentLayout
-) -> torch.Tensor:
+def hidden_states(model: Model, input_ids: Tensor, position_ids: Tensor, layout: attention.DocumentLayout) -> Tensor:
     """Return the last hidden states [T, d] of one packed sequence of int64 [T] ids and [T] positions.
 
     Raises UsageError for a model with layers that mix tokens without `trainer.model.attention`.
@@ -135,18 +134,14 @@ def hidden_states(
             f"{type(model).__name__} mixes tokens without trainer.model.attention: {calls} of its {layers} layers called it, so "
             "packed documents would see one another; choose a student with attention in every layer"
         )
-    hidden: torch.Tensor = output.last_hidden_state[0]
+    hidden: Tensor = output.last_hidden_state[0]
     return hidden
 
 
 @torch.no_grad()
 def row_logits(
-    model: Model,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    row_index: torch.Tensor,
-    layout: attention.DocumentLayout,
-) -> torch.Tensor:
+    model: Model, input_ids: Tensor, position_ids: Tensor, row_index: Tensor, layout: attention.DocumentLayout
+) -> Tensor:
     """Return a live model's float32 logits [R, V] at int64 [R] positions of a packed sequence: R · V · 4 bytes."""
     hidden = hidden_states(model, input_ids, position_ids, layout)
     return head(model).logits(hidden.index_select(0, row_index))
