@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.bench.loss import Method, fused, make_inputs, measure, methods, run_benchmark
+from trainer.bench.loss import LossFigures, Method, fused, make_inputs, measure, methods, run_benchmark
 from trainer.bench.measure import kernels, machine, release_memory, save, time_ms
 from trainer.bench.shapes import HEADS
 from trainer.losses import row_triton
@@ -41,9 +42,7 @@ CONFIGS = (
 )
 
 
-def say(*parts: Any) -> None:
-    """Print at once."""
-    print(*parts, flush=True)
+say = partial(print, flush=True)
 
 
 def whole(rows: int, head: str, calls: dict[str, Method], repeats: int) -> dict[str, Any]:
@@ -59,17 +58,12 @@ def whole(rows: int, head: str, calls: dict[str, Method], repeats: int) -> dict[
 
 def compared(lengths: list[int], names: list[str], repeats: int) -> list[dict[str, Any]]:
     """Measure methods and installed peers as `bench-loss` does."""
-    results = run_benchmark(
-        ["llama-3.2-3b"],
-        lengths,
-        names,
-        top_k=K,
-        dtype=torch.bfloat16,
-        device=DEVICE,
-        repeats=repeats,
-        report=lambda r: say(r.rows, r.method, r.time_ms, r.extra_gib, r.error_hidden, r.error_weight, r.note),
-    )
-    return [vars(r) for r in results]
+
+    def report(r: LossFigures) -> None:
+        say(r.rows, r.method, r.time_ms, r.extra_gib, r.error_hidden, r.error_weight, r.note)
+
+    call = {"top_k": K, "dtype": torch.bfloat16, "device": DEVICE, "repeats": repeats, "report": report}
+    return [vars(r) for r in run_benchmark(["llama-3.2-3b"], lengths, names, **call)]
 
 
 def row_kernel() -> Any:
@@ -79,11 +73,9 @@ def row_kernel() -> Any:
     source = torch.randn(n, v, device=DEVICE).bfloat16()
     logits, scale = source.clone(), torch.full((n,), 1.0, device=DEVICE)
     calls: dict[str, Callable[[], Any]] = {"copy": lambda: logits.copy_(source)}
+    kernel = partial(row_triton.loss_and_grad_in_place, logits, None, rows, None, scale, LossOptions(), True)
     for numbers in CONFIGS:
-        config = row_triton.LaunchConfig(*numbers)
-        calls["/".join(map(str, numbers))] = lambda config=config: row_triton.loss_and_grad_in_place(  # type: ignore[misc]
-            logits, None, rows, None, scale, LossOptions(), True, config
-        )
+        calls["/".join(map(str, numbers))] = partial(kernel, row_triton.LaunchConfig(*numbers))
     found = {}
     for name, call in calls.items():
         logits.copy_(source)
