@@ -27,6 +27,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from trainer.data import PackedCache, PackedSequence
 from trainer.evaluate import evaluate
 from trainer.losses import TeacherRows
 from trainer.model import student
-from trainer.model.attention import NAME, DocumentLayout
+from trainer.model.attention import DocumentLayout
 from trainer.model.init_student import init_student
 from trainer.optim import build_optimizer, lr_factor
 from trainer.step import Step
@@ -82,22 +83,16 @@ def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens:
     wanted = {"train": train_tokens, "heldout": heldout_tokens}
     for index in order:
         split = "heldout" if index % 10 == 9 else "train"
-        if wanted[split] > 0:
-            ids = tokenizer.encode(texts[index]).ids[:max_tokens]
-            if len(ids) >= 32:
-                splits[split].append(ids)
-                wanted[split] -= len(ids)
+        if wanted[split] > 0 and len(ids := tokenizer.encode(texts[index]).ids[:max_tokens]) >= 32:
+            splits[split].append(ids)
+            wanted[split] -= len(ids)
     return splits
 
 
-def random_text(max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
-    """Return documents over a few tokens, for the smoke test."""
-    rng = np.random.default_rng(0)
-
-    def documents(tokens: int) -> list[list[int]]:
-        return [(3 + 7 * rng.integers(0, 20, size=max_tokens // 2)).tolist() for _ in range(2 * tokens // max_tokens)]
-
-    return {"train": documents(train_tokens), "heldout": documents(heldout_tokens)}
+def random_text() -> Corpus:
+    """Return documents of 32 tokens, of twenty different ones, for the smoke test."""
+    documents = (3 + 7 * np.random.default_rng(0).integers(0, 20, size=(156, 32))).tolist()
+    return {"train": documents[:125], "heldout": documents[125:]}
 
 
 @torch.no_grad()
@@ -134,38 +129,20 @@ def write_caches(
         for split, documents in corpus.items()
         for index, ids in enumerate(documents)
     ]
-    caches = {}
-    for codec in sorted(codecs):
+    for codec in codecs:
         writer = teachercache.create(folder / codec, spec, codec=codec)
         writer.commit("all", records)
         writer.publish(allow_partial=True, allow_repeated_content=True)
-        caches[codec] = teachercache.open(folder / codec)
-    return caches
+    return {codec: teachercache.open(folder / codec) for codec in codecs}
 
 
 def cache_spec(teacher: Path, config: Any, top_k: int) -> CacheSpec:
     """Return the identity of the teacher's cache."""
     if not (teacher / "tokenizer.json").exists():
         return synthetic_spec(vocab_size=config.vocab_size, top_k=top_k)
-    return CacheSpec(
-        teacher=TeacherSpec(
-            name=teacher.name,
-            weights_digest=fingerprint_weights(teacher),
-            config_digest=fingerprint_config(teacher),
-            dtype="float32",
-            engine="hf",
-            head_dtype="float32",
-        ),
-        tokenizer=fingerprint_tokenizer(teacher),
-        top_k=top_k,
-    )
-
-
-def read_sequences(cache: teachercache.Cache, split: str, seq_len: int, count: int, seed: int) -> list[PackedSequence]:
-    """Return the first `count` packed sequences of an endless shuffled pass, or one pass in order where count is 0."""
-    if not count:
-        return list(PackedCache(cache, split=split, seq_len=seq_len, shuffle=False, epochs=1))
-    return list(islice(PackedCache(cache, split=split, seq_len=seq_len, epochs=None, seed=seed), count))
+    digests = {"weights_digest": fingerprint_weights(teacher), "config_digest": fingerprint_config(teacher)}
+    identity = TeacherSpec(name=teacher.name, dtype="float32", engine="hf", head_dtype="float32", **digests)
+    return CacheSpec(teacher=identity, tokenizer=fingerprint_tokenizer(teacher), top_k=top_k)
 
 
 @dataclass(frozen=True)
@@ -209,19 +186,18 @@ def train(
     torch.manual_seed(arguments.seed)
     dtype = torch.bfloat16 if run.master else torch.float32
     model = student.load_student(folder, dtype=dtype, device=device).train()
-    step = Step(
-        model, build_optimizer(model, config.optim), config, attention_kind=kind, vocab_size=vocab_size, teacher=teacher
-    )
+    measured: dict[str, Any] = {"vocab_size": vocab_size, "attention_kind": kind, "teacher": teacher}
+    step = Step(model, build_optimizer(model, config.optim), config, **measured)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     curve, times = [], []
-    for number in range(arguments.steps):
+    for number, sequence in enumerate(sequences):
         lr = config.optim.lr * lr_factor(config.optim, number, number / arguments.steps)
         started = time.perf_counter()
-        curve.append(step.run([sequences[number]], lr=lr).loss)
+        curve.append(step.run([sequence], lr=lr).loss)
         times.append(time.perf_counter() - started)
     memory = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
-    figures = evaluate(model, heldout, vocab_size=vocab_size, attention_kind=kind, teacher=teacher)
+    figures = evaluate(model, heldout, **measured)
     return {
         "run": name,
         "curve": curve,
@@ -268,8 +244,7 @@ def merge(paths: list[Path], out: Path) -> None:
     for other in reports[1:]:
         if other["before"]["heldout_kl"] != reports[0]["before"]["heldout_kl"]:
             raise SystemExit("the reports began with different students or documents: they cannot be compared")
-    report = reports[0] | {"results": [result for one in reports for result in one["results"]]}
-    write(report, out)
+    write(reports[0] | {"results": [result for one in reports for result in one["results"]]}, out)
 
 
 def tiny_teacher(out: Path) -> Path:
@@ -278,8 +253,7 @@ def tiny_teacher(out: Path) -> Path:
 
     torch.manual_seed(0)
     sizes = SHAPES["tiny"] | {"num_hidden_layers": 4, "vocab_size": 320}
-    shape = LlamaConfig(**sizes, initializer_range=0.4, tie_word_embeddings=False)
-    LlamaForCausalLM(shape).save_pretrained(out)
+    LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.4, tie_word_embeddings=False)).save_pretrained(out)
     return out
 
 
@@ -303,11 +277,10 @@ def main() -> None:
     scratch = arguments.out / "models"
     if arguments.tiny:
         teacher_folder, arguments.seq_len, arguments.lr = tiny_teacher(scratch / "teacher"), 128, 1e-2
-        corpus = random_text(64, 4000, 1000)
-        arguments.steps = min(arguments.steps, 60)
+        corpus, arguments.steps = random_text(), min(arguments.steps, 60)
+    elif arguments.teacher is None:
+        parser.error("--teacher is needed unless --tiny")
     else:
-        if arguments.teacher is None:
-            parser.error("--teacher is needed unless --tiny")
         teacher_folder = arguments.teacher
         corpus = real_text(teacher_folder, arguments.seq_len, arguments.train_tokens, arguments.heldout_tokens)
     student_folder = scratch / "student"
@@ -315,7 +288,6 @@ def main() -> None:
         init_student(teacher_folder, student_folder, layers="every-2")
     device = torch.device(arguments.device)
     teacher = student.load_student(teacher_folder, dtype=torch.float32, device=device).eval().requires_grad_(False)
-    assert teacher.config._attn_implementation == NAME
     vocab_size = teacher.config.vocab_size
     started = time.monotonic()
     spec = cache_spec(teacher_folder, teacher.config, min(100, vocab_size // 4))
@@ -324,30 +296,25 @@ def main() -> None:
     codecs = {"open"} | {run.codec for run in runs.values()}
     caches = write_caches(teacher, corpus, spec, scratch / "cache", codecs)
     rows = caches["open"].manifest.rows
-    heldout = read_sequences(caches["open"], "heldout", arguments.seq_len, 0, 0)
+    heldout = list(PackedCache(caches["open"], split="heldout", seq_len=arguments.seq_len, shuffle=False, epochs=1))
     print(f"{rows:,} teacher rows in {len(caches)} caches, {time.monotonic() - started:.0f} s", flush=True)
-    train_sequences: dict[tuple[str, int], list[PackedSequence]] = {}
-    report: dict[str, Any] = {
-        "machine": machine(device),
-        "settings": {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)},
-        "rows": rows,
-        "top_k": spec.top_k,
-        "results": [],
-    }
+
+    @cache
+    def batches(codec: str, seed: int) -> list[PackedSequence]:
+        packed = PackedCache(caches[codec], seq_len=arguments.seq_len, epochs=None, seed=seed)
+        return list(islice(packed, arguments.steps))
+
+    settings = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
+    report: dict[str, Any] = {"machine": machine(device), "settings": settings, "rows": rows, "top_k": spec.top_k}
     untrained = student.load_student(student_folder, dtype=torch.float32, device=device)
     before = evaluate(untrained, heldout, vocab_size=vocab_size, attention_kind="documents", teacher=teacher)
-    report["before"] = before
+    report |= {"results": [], "before": before}
     print(f"before: full-vocabulary KL {before['heldout_kl_full_vocabulary']:.4f}", flush=True)
     del untrained
     for name, run in runs.items():
-        key = (run.codec, run.seed)
-        if key not in train_sequences:
-            train_sequences[key] = read_sequences(
-                caches[run.codec], "train", arguments.seq_len, arguments.steps, run.seed
-            )
-        orders = {tuple(s.documents for s in train_sequences[k]) for k in train_sequences if k[1] == run.seed}
-        assert len(orders) == 1, "the codecs' caches gave different batches"
-        result = train(name, run, student_folder, train_sequences[key], heldout, teacher, arguments, vocab_size)
+        sequences, same = batches(run.codec, run.seed), batches("open", run.seed)
+        assert [s.documents for s in sequences] == [s.documents for s in same], "the codecs gave different batches"
+        result = train(name, run, student_folder, sequences, heldout, teacher, arguments, vocab_size)
         report["results"].append(result)
         write(report, arguments.out)
         memory = f", {result['peak_gib']:.1f} GiB" if result["peak_gib"] is not None else ""

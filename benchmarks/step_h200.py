@@ -69,23 +69,17 @@ def cases(group: str, on_gpu: bool) -> list[tuple[StepCase, int]]:
     return grid.get(group, [])
 
 
-def shrink(case: StepCase) -> StepCase:
-    """Return the same case at a size for a smoke test."""
-    return replace(case, tokens=case.tokens // 128, mlp_tile=case.mlp_tile and case.mlp_tile // 128)
-
-
 def report_row(result: StepFigures, group: str, peak: float | None) -> dict[str, Any]:
     """Print a row and return it for the report."""
-    if result.seconds is None:
-        print(f"{group:>10} | {result.case.label():<52} | {result.error}", flush=True)
-    else:
-        share = f"{result.tflops * 1e12 / peak:5.1%}" if peak and result.tflops else ""
-        memory = f"{result.memory_gib:6.1f} GiB" if result.memory_gib is not None else ""
-        print(
-            f"{group:>10} | {result.case.label():<52} | {result.seconds:8.3f} s | {result.tokens_per_s:8,.0f} tok/s | "
-            f"{result.tflops:6.1f} TFLOP/s {share} | {memory} | loss {result.loss:.4f}",
-            flush=True,
+    shown = result.error
+    if result.tflops is not None:
+        share = f" {result.tflops * 1e12 / peak:5.1%}" if peak else ""
+        memory = f" | {result.memory_gib:6.1f} GiB" if result.memory_gib is not None else ""
+        shown = (
+            f"{result.seconds:8.3f} s | {result.tokens_per_s:8,.0f} tok/s | {result.tflops:6.1f} TFLOP/s{share}{memory}"
         )
+        shown += f" | loss {result.loss:.4f}"
+    print(f"{group:>10} | {result.case.label():<52} | {shown}", flush=True)
     return {"group": group, **asdict(result)}
 
 
@@ -99,11 +93,9 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=420.0)
     parser.add_argument("--out", type=Path, help="folder for step_h200.json")
     arguments = parser.parse_args()
-    wanted = arguments.groups.split(",")
-    unknown = sorted(set(wanted) - set(GROUPS))
-    if unknown:
+    wanted, began = arguments.groups.split(","), time.monotonic()
+    if unknown := sorted(set(wanted) - set(GROUPS)):
         parser.error(f"unknown groups {', '.join(unknown)}; expected of {', '.join(GROUPS)}")
-    began = time.monotonic()
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
     report: dict[str, Any] = {"machine": machine(device), "shape": arguments.shape, "rows": []}
@@ -117,20 +109,15 @@ def main() -> None:
     if "attention" in wanted:
         report["attention"] = attention_h200.run(device, tiny=arguments.tiny)
     bench: StepBench | None = None
-    built = ""
     for group in [name for name in GROUPS if name in wanted and name != "attention"]:
         moments = "float32" if group == "rate" else "bfloat16"
-        if bench is None or built != moments:
-            bench = None
+        if bench is None or bench.config.optim.state != moments:
+            bench = None  # one model at a time
             release_memory(device)
-            started = time.monotonic()
-            shape, optimizer = "tiny" if arguments.tiny else arguments.shape, {"state": moments, "clip_norm": 1.0}
-            bench, built = StepBench(shape, device, torch.bfloat16, optim=optimizer), moments
-            print(
-                f"{bench.parameters / 1e9:.3f} B parameters in {time.monotonic() - started:.1f} s, {moments} moments, "
-                f"liger {'on' if bench.uses_liger else 'off'}",
-                flush=True,
-            )
+            shape = "tiny" if arguments.tiny else arguments.shape
+            bench = StepBench(shape, device, torch.bfloat16, optim={"state": moments})
+            liger = "on" if bench.uses_liger else "off"
+            print(f"{bench.parameters / 1e9:.3f} B parameters, {moments} moments, liger {liger}", flush=True)
         if group == "profile" and on_gpu:
             case = StepCase(32_768)
             bench.run(case, repeats=0, warmup=1)
@@ -140,7 +127,8 @@ def main() -> None:
             if left() < 0:
                 print(f"{group:>10} | {case.label()} | not started: the budget is spent", flush=True)
                 continue
-            case = shrink(case) if arguments.tiny else case
+            if arguments.tiny:
+                case = replace(case, tokens=case.tokens // 128, mlp_tile=case.mlp_tile and case.mlp_tile // 128)
             result = bench.run(case, repeats=max(repeats, 1), warmup=1 if repeats else 0)
             report["rows"].append(report_row(result, group, peak))
             if result.seconds is None and case.policy == "keep-attention" and left() > 0:

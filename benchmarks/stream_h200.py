@@ -46,19 +46,17 @@ from trainer.model import activation
 from trainer.model.attention import DocumentLayout, choose_kind
 
 
-def write_shard(url: str, spec: CacheSpec, documents: str, longest: int, tokens: int, shard: int) -> int:
-    """Commit one shard of about `tokens` rows and return how many. A shard's content depends on its number alone."""
+def write_shard(url: str, spec: CacheSpec, documents: str, longest: int, tokens: int, shard: int) -> None:
+    """Commit one shard of about `tokens` rows, whose content depends on its number alone."""
     rng = np.random.default_rng([len(documents), shard])
     records: list[Record] = []
-    size = 0
-    while size < tokens:
+    while tokens > 0:
         length = longest
         if documents == "mixed":
             length = int(np.clip(rng.lognormal(np.log(longest / 8), 1.0), 16, longest))
         records.append(synthetic_record(rng, spec, f"{documents}-{shard}-{len(records)}", length=length))
-        size += length
+        tokens -= length
     teachercache.create(url, spec).commit(f"shard-{shard}", records)
-    return size
 
 
 def open_or_make(url: str, documents: str, vocab_size: int, longest: int, tokens: int) -> teachercache.Cache:
@@ -82,38 +80,26 @@ def run_case(
     bench: StepBench, cache: teachercache.Cache, policy: str, warmup: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Take steps over one cache under one checkpointing policy; the summary leaves the warm-up out."""
-    device = bench.device
+    device, on_gpu = bench.device, bench.device.type == "cuda"
     activation.apply_policy(bench.model, bench.layers, policy)
     step = bench.step(choose_kind(device))
-    on_gpu = device.type == "cuda"
     dataset = PackedCache(cache, seq_len=arguments.seq_len, epochs=None, pad=on_gpu, block_sequences=2)
     prefetcher = Prefetcher(dataset, depth=3, pin=on_gpu)
     rows: list[dict[str, Any]] = []
     for number in range(warmup + arguments.steps):
         before = time.perf_counter()
         sequence, _state = next(prefetcher)
-        ready = time.perf_counter()
+        wait_s = time.perf_counter() - before
         result = step.run([sequence], lr=1e-5)  # reads the loss, so the GPU has finished
-        done = time.perf_counter()
+        seconds = time.perf_counter() - before
         lengths = sequence.document_lengths[: len(sequence.documents)]
-        flops = step_flops(bench.model.config, bench.parameters, lengths)
-        attention = DocumentLayout(sequence.document_lengths, step.attention_kind, device).path(torch.bfloat16)
-        rows.append(
-            vars(result)
-            | {
-                "documents": len(lengths),
-                "seconds": done - before,
-                "wait_s": ready - before,
-                "tflops": flops / (done - before) / 1e12,
-                "attention": attention,
-                "counted": number >= warmup,
-            }
-        )
-        print(
-            f"step {number + 1}: {rows[-1]['seconds']:.3f} s, waited {1e3 * rows[-1]['wait_s']:.1f} ms, {len(lengths)} "
-            f"documents ({attention}), {rows[-1]['tflops']:.0f} TFLOP/s of model work, loss {result.loss:.4f}",
-            flush=True,
-        )
+        row = vars(result) | {"documents": len(lengths), "seconds": seconds, "wait_s": wait_s}
+        row["tflops"] = step_flops(bench.model.config, bench.parameters, lengths) / seconds / 1e12
+        row["attention"] = DocumentLayout(sequence.document_lengths, step.attention_kind, device).path(torch.bfloat16)
+        rows.append(row | {"counted": number >= warmup})
+        shown = "step {}: {seconds:.3f} s, waited {wait_s:.4f} s, {documents} documents ({attention}), "
+        shown += "{tflops:.0f} TFLOP/s of model work, loss {loss:.4f}"
+        print(shown.format(number + 1, **row), flush=True)
     prefetcher.close()
     counted = [row for row in rows if row["counted"]]
     seconds, waited = (sum(row[key] for row in counted) for key in ("seconds", "wait_s"))
@@ -151,10 +137,9 @@ def main() -> None:
             started = time.monotonic()
             tokens = (int(warmup) + arguments.steps + 2) * arguments.seq_len
             url = f"{arguments.cache.rstrip('/')}/{documents}"
-            cache = open_or_make(url, documents, vocab_size, arguments.seq_len, tokens)
-            caches[documents] = cache
-            took = time.monotonic() - started
-            print(f"{cache.url}: {cache.manifest.rows:,} rows, ready after {took:.0f} s", flush=True)
+            caches[documents] = cache = open_or_make(url, documents, vocab_size, arguments.seq_len, tokens)
+            rows, took = cache.manifest.rows, time.monotonic() - started
+            print(f"{url}: {rows:,} rows, ready after {took:.0f} s", flush=True)
     bench = StepBench(arguments.shape, device, torch.bfloat16, optim={"state": arguments.moments})
     report: dict[str, Any] = {"machine": machine(device), "shape": arguments.shape, "moments": arguments.moments}
     report["cases"] = {}
@@ -162,11 +147,8 @@ def main() -> None:
         print(f"{documents} documents, {policy}:", flush=True)
         case = run_case(bench, caches[documents], policy, int(warmup), arguments)
         report["cases"][f"{documents}:{policy}"] = case
-        print(
-            f"{documents}, {policy}: {case['tflops']:.1f} TFLOP/s of model work over {arguments.steps} steps, data wait "
-            f"{case['data_wait']:.2%} of the time",
-            flush=True,
-        )
+        shown = "{tflops:.1f} TFLOP/s of model work, data wait {data_wait:.2%} of the time"
+        print(f"{documents}, {policy}: {shown.format(**case)} over {arguments.steps} steps", flush=True)
         save(arguments.out, "stream_h200.json", report)
 
 
