@@ -142,7 +142,7 @@ class MixedAdamW(torch.optim.Optimizer):
         kept = state.get("low", state.get("master"))
         tensors = (parameter.detach(), grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], kept)
         flat = [None if tensor is None else tensor.view(-1) for tensor in tensors]
-        update = _compiled(adamw_update) if parameter.is_cuda else adamw_update
+        update: Callable[..., None] = _compiled(adamw_update) if parameter.is_cuda else adamw_update
         update(*flat, scalars, scale, beta1, beta2, group["eps"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

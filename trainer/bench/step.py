@@ -67,10 +67,10 @@ class StepBench:
         self, shape: str, device: torch.device, dtype: torch.dtype, *, optim: dict[str, Any] | None = None
     ) -> None:
         torch.manual_seed(0)
-        settings = {"attn_implementation": attention.NAME, "use_cache": False, "max_position_embeddings": 2**20}
+        settings: dict[str, Any] = {"attn_implementation": attention.NAME, "use_cache": False, **SHAPES[shape]}
         rope = {"rope_type": "default", "rope_theta": 500_000.0}
         with torch.device(device):
-            config = LlamaConfig(**SHAPES[shape], **settings, rope_parameters=rope)
+            config = LlamaConfig(**settings, max_position_embeddings=2**20, rope_parameters=rope)
             self.model: Model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
         self.uses_liger = apply_liger(self.model, "auto", device)
         self.layers = self.model.model.layers
