@@ -118,8 +118,8 @@ class MixedAdamW(torch.optim.Optimizer):
             self._update(parameter, grad, group, state)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
-        moments = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in range(2))
-        state: dict[str, Any] = {"step": 0, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+        zeros = torch.zeros_like(parameter, dtype=self.state_dtype)  # `_placed` copies it for each moment
+        state: dict[str, Any] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
         if parameter.dtype == torch.bfloat16 and self.master == "split":
             state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
         elif parameter.dtype == torch.bfloat16 and self.master == "float32":

@@ -69,7 +69,8 @@ class Step:
         Raises TrainingDiverged, before anything is updated, when the loss or the gradient is not finite or the loss
         is above loss_limit.
         """
-        total = sum(self._valid_rows(sequence) for sequence in sequences)
+        labelled = bool(self.config.loss.ce_weight)
+        total = sum(int((s.labels != NO_LABEL).sum()) if labelled else s.num_rows for s in sequences)
         if total == 0:
             raise TeacherCacheError(f"no valid row in a step's batch of documents {_names(sequences)}")
         clear_gradients(self.parameters)
@@ -85,16 +86,13 @@ class Step:
             rows=total,
             tokens=sum(sequence.input_ids.numel() - sequence.num_padding for sequence in sequences),
         )
+        problem = ""
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-            raise TrainingDiverged(
-                f"the loss is {result.loss} and the gradient norm {result.grad_norm}, expected finite numbers; "
-                f"nothing was updated; the batch held documents {_names(sequences)}"
-            )
-        if loss_limit is not None and result.loss > loss_limit:
-            raise TrainingDiverged(
-                f"the loss jumped to {result.loss:.4g}, above the limit of {loss_limit:.4g} (train.spike_factor); "
-                f"nothing was updated; the batch held documents {_names(sequences)}"
-            )
+            problem = f"the loss is {result.loss} and the gradient norm {result.grad_norm}, expected finite numbers"
+        elif loss_limit is not None and result.loss > loss_limit:
+            problem = f"the loss jumped to {result.loss:.4g}, above the limit of {loss_limit:.4g} (train.spike_factor)"
+        if problem:
+            raise TrainingDiverged(f"{problem}; nothing was updated; the batch held documents {_names(sequences)}")
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):  # torchao keeps it as a tensor
                 group["lr"].fill_(lr)
@@ -102,11 +100,6 @@ class Step:
                 group["lr"] = lr
         apply_step(self.optimizer, norm, self.config.optim.clip_norm)
         return result
-
-    def _valid_rows(self, sequence: PackedSequence) -> int:
-        if self.config.loss.ce_weight:
-            return int((sequence.labels != NO_LABEL).sum())
-        return sequence.num_rows
 
     def loss(self, sequence: PackedSequence, *, num_valid: int) -> torch.Tensor:
         """Return the configured loss, the sum over the sequence's valid rows / num_valid: a scalar."""

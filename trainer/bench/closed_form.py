@@ -16,19 +16,15 @@ import torch
 from torch import Tensor
 
 from trainer.losses.products import weight_grad
+from trainer.losses.rows import TeacherRows
 
 
 class _ClosedFormKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head_weight: Tensor,
-        topk_ids: Tensor,
-        topk_logprobs: Tensor,
-        chunk_size: int,
-        lean: bool,
+        ctx: Any, hidden: Tensor, head_weight: Tensor, rows: TeacherRows, chunk_size: int, lean: bool
     ) -> Tensor:
+        topk_ids, topk_logprobs = rows.topk_ids.long(), rows.topk_logprobs
         probs = topk_logprobs.exp()
         lse = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -61,22 +57,12 @@ class _ClosedFormKL(torch.autograd.Function):
             torch.mm(grad, head_weight, out=grad_hidden[part])
             weight_grad(grad, hidden[part], grad_weight, accumulate=True)
             del grad
-        return grad_hidden, grad_weight.to(head_weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(head_weight.dtype), None, None, None
 
 
 def closed_form_loss(
-    hidden: Tensor,
-    head_weight: Tensor,
-    topk_ids: Tensor,
-    topk_logprobs: Tensor,
-    chunk_size: int = 4096,
-    lean: bool = False,
+    hidden: Tensor, head_weight: Tensor, rows: TeacherRows, chunk_size: int = 4096, lean: bool = False
 ) -> Tensor:
-    """Return the mean over rows of sum_S p (log p - log q).
-
-    hidden [N, d], head_weight [V, d], topk_ids and topk_logprobs [N, K]; returns a scalar float32.
-    """
-    loss: Tensor = _ClosedFormKL.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, topk_ids.long(), topk_logprobs, chunk_size, lean
-    )
+    """Return the mean over rows of sum_S p (log p - log q): a float32 scalar, of hidden [N, d] and head_weight [V, d]."""
+    loss: Tensor = _ClosedFormKL.apply(hidden, head_weight, rows, chunk_size, lean)  # type: ignore[no-untyped-call]
     return loss

@@ -86,8 +86,7 @@ def _ours(inputs: LossInputs, **call: Any) -> Tensor:
 
 
 def _closed_form(inputs: LossInputs, lean: bool) -> Tensor:
-    rows = inputs.rows
-    return closed_form_loss(inputs.hidden, inputs.head_weight, rows.topk_ids, rows.topk_logprobs, lean=lean)
+    return closed_form_loss(inputs.hidden, inputs.head_weight, inputs.rows, lean=lean)
 
 
 def fused(chunk_size: int | None = None) -> Method:

@@ -32,30 +32,28 @@ class TeacherRows:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a shape or dtype that does not fit."""
-        if self.topk_ids.dim() != 2:
-            raise ValueError(f"topk_ids must be [N, K], found shape {tuple(self.topk_ids.shape)}")
-        if self.topk_ids.shape[1] == 0:
+        ids, logprobs, tail, valid = self.topk_ids, self.topk_logprobs, self.tail_logprob, self.valid
+        if ids.dim() != 2:
+            raise ValueError(f"topk_ids must be [N, K], found shape {tuple(ids.shape)}")
+        if ids.shape[1] == 0:
             raise ValueError("topk_ids must hold at least one id a row, found K = 0")
-        if self.topk_logprobs.shape != self.topk_ids.shape:
+        if logprobs.shape != ids.shape:
             raise ValueError(
-                f"topk_ids and topk_logprobs must have the same shape [N, K], found "
-                f"{tuple(self.topk_ids.shape)} and {tuple(self.topk_logprobs.shape)}"
+                f"topk_ids and topk_logprobs must have the same shape [N, K], found {tuple(ids.shape)} and "
+                f"{tuple(logprobs.shape)}"
             )
-        n = self.topk_ids.shape[0]
-        if self.tail_logprob.shape != (n,):
+        n = ids.shape[0]
+        if tail.shape != (n,):
+            raise ValueError(f"tail_logprob must be [{n}], one value a row of topk_ids, found {tuple(tail.shape)}")
+        if valid is not None and (valid.shape != (n,) or valid.dtype != torch.bool):
+            raise ValueError(f"valid must be bool [{n}], found {valid.dtype} {tuple(valid.shape)}")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"topk_ids must be int32 or int64, found {ids.dtype}")
+        if not (logprobs.is_floating_point() and tail.is_floating_point()):
             raise ValueError(
-                f"tail_logprob must be [{n}], one value a row of topk_ids, found {tuple(self.tail_logprob.shape)}"
+                f"topk_logprobs and tail_logprob must be floating point, found {logprobs.dtype} and {tail.dtype}"
             )
-        if self.valid is not None and (self.valid.shape != (n,) or self.valid.dtype != torch.bool):
-            raise ValueError(f"valid must be bool [{n}], found {self.valid.dtype} {tuple(self.valid.shape)}")
-        if self.topk_ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"topk_ids must be int32 or int64, found {self.topk_ids.dtype}")
-        if not (self.topk_logprobs.is_floating_point() and self.tail_logprob.is_floating_point()):
-            raise ValueError(
-                f"topk_logprobs and tail_logprob must be floating point, found {self.topk_logprobs.dtype} "
-                f"and {self.tail_logprob.dtype}"
-            )
-        if self.topk_logprobs.requires_grad or self.tail_logprob.requires_grad:
+        if logprobs.requires_grad or tail.requires_grad:
             raise ValueError("teacher rows are constants: detach topk_logprobs and tail_logprob first")
 
     def __len__(self) -> int:

@@ -83,7 +83,16 @@ class DocumentLayout:
     def block_mask(self, window: int | None) -> BlockMask:
         """Return FlexAttention's mask of the documents: built once per batch, shared by all layers with this window."""
         if window not in self._masks:
-            self._masks[window] = _block_mask(self.lengths, window, self.device)
+            device, total, sizes = self.device, sum(self.lengths), torch.tensor(self.lengths, device=self.device)
+            each = torch.arange(len(self.lengths), device=device)
+            document = torch.repeat_interleave(each, sizes, output_size=total)
+
+            def seen(_batch: Any, _head: Any, q: Tensor, kv: Tensor) -> Tensor:
+                allowed = (document[q] == document[kv]) & (q >= kv)
+                return allowed & (q - kv < window) if window is not None else allowed
+
+            build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+            self._masks[window] = build(seen, B=None, H=None, Q_LEN=total, KV_LEN=total, device=device)
         return self._masks[window]
 
     def offsets(self, first: int) -> Tensor:
@@ -268,20 +277,6 @@ def _backends(device_type: str) -> list[SDPBackend]:
     if device_type == "cuda":
         return [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-
-
-def _block_mask(lengths: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
-    total = sum(lengths)
-    document = torch.repeat_interleave(
-        torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device), output_size=total
-    )
-
-    def seen(_batch: Any, _head: Any, q: Tensor, kv: Tensor) -> Tensor:
-        allowed = (document[q] == document[kv]) & (q >= kv)
-        return allowed & (q - kv < window) if window is not None else allowed
-
-    build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    return build(seen, B=None, H=None, Q_LEN=total, KV_LEN=total, device=device)
 
 
 @cache
