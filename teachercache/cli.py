@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from teachercache.console import missing_module, note, print_json, progress_bar, run_cli, text_console
+from teachercache.console import local_path, missing_module, note, print_json, progress_bar, run_cli, text_console
 from teachercache.errors import CorruptFile, MissingObject, NotACache, UnsafeManifest, UnsupportedFormat, UsageError
 from teachercache.format import layout
 from teachercache.parquet.codecs import CODECS
@@ -277,7 +277,9 @@ def doctor(
 @app.command()
 def report(
     url: Url,
-    to: Annotated[Path, typer.Option("--to", help="Where to write the page.")] = Path("report.html"),
+    to: Annotated[
+        Path, typer.Option("--to", help="Where to write the page.", parser=local_path, metavar="path")
+    ] = Path("report.html"),
     files: Annotated[int, typer.Option(min=1, help="How many files to take the distributions from.")] = SAMPLE_FILES,
     manifest: ManifestNumber = None,
     json_: Json = False,
@@ -298,7 +300,10 @@ def report(
 @app.command()
 def export(
     url: Url,
-    to: Annotated[Path, typer.Option("--to", help="Copy into this new folder.", show_default=False)],
+    to: Annotated[
+        Path,
+        typer.Option("--to", help="Copy into this new folder.", show_default=False, parser=local_path, metavar="path"),
+    ],
     manifest: ManifestNumber = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Size of one file.")] = 500,
     json_: Json = False,

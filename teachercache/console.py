@@ -10,6 +10,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -62,6 +63,13 @@ def run_cli(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: s
     if status == INTERRUPTED:
         _fail("interrupted", INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def local_path(text: str | Path) -> Path:
+    """Return an argument that must be a local path; raise UsageError for a URL, unquoted: it may hold a secret."""
+    if "://" in str(text):
+        raise UsageError("a URL is given where a local path is expected")
+    return Path(text)
 
 
 def _fail(said: str, status: int) -> NoReturn:

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from teachercache.configfile import commented_yaml
-from teachercache.console import print_json, run_cli, text_console
+from teachercache.console import local_path, print_json, run_cli, text_console
 from trainer.bench.cli import bench_loss, bench_step
 from trainer.config import TrainerConfig, load_config
 
@@ -78,7 +78,10 @@ def evaluate(
 @app.command("init-student")
 def init_student(
     teacher: Annotated[str, typer.Option(help="The teacher's Hugging Face folder, or its id on the hub.")],
-    out: Annotated[Path, typer.Option(help="Where the student goes; must not exist or be empty.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Where the student goes; must not exist or be empty.", parser=local_path, metavar="path"),
+    ],
     layers: Annotated[str, typer.Option(help="every-2, first-8 or a list such as 0,3-5,9.")] = "every-2",
     mlp: Annotated[int | None, typer.Option(help="Keep this many units of each MLP, the strongest.")] = None,
     as_json: Json = False,

@@ -115,6 +115,8 @@ def test_head_shows_the_teachers_best_tokens(cache, run):
         (("show", "gopher://x"), "gopher:// is not supported"),
         (("show", "s3:///x"), "names no bucket"),
         (("optimize", "{cache}", "--codec", "zip"), "codec 'zip' is unknown"),
+        (("export", "{cache}", "--to", "s3://key:topsecret@b/x"), "a URL is given where a local path"),
+        (("report", "{cache}", "--to", "s3://key:topsecret@b/x"), "a URL is given where a local path"),
         (("gc", "{cache}", "--grace-days", "0"), "would collect running uploads"),
     ],
 )
@@ -123,6 +125,7 @@ def test_misuse_is_one_clear_line_and_exit_status_2(cache, run, tmp_path, args, 
     assert code == 2
     assert says in err
     assert len(err.strip().splitlines()) == 1
+    assert "topsecret" not in err
     assert out == ""
 
 

@@ -181,6 +181,14 @@ def test_init_student_refuses_to_overwrite_and_unknown_layers(
         assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_init_student_takes_no_url_and_repeats_none(run: Callable[..., Done], teacher: Path) -> None:
+    url = "s3://key:topsecret@bucket/x"
+    for arguments in (["--teacher", url, "--out", "new"], ["--teacher", teacher, "--out", url]):
+        done = run("init-student", *arguments)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "topsecret" not in done.stderr
+
+
 def test_init_student_takes_a_teacher_by_its_id_on_the_hub(
     run: Callable[..., Done], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

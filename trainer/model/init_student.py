@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from teachercache.console import local_path
 from teachercache.errors import UsageError
 from trainer.model.student import check_folder, decoder, layer_stack, tokenizer_files, write_files
 
@@ -17,7 +18,7 @@ def teacher_folder(name: str) -> Path:
 
     Raises UsageError where it is neither.
     """
-    folder = Path(name).expanduser()
+    folder = local_path(name).expanduser()
     if folder.is_dir() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
         return folder
     import huggingface_hub
