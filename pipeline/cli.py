@@ -27,7 +27,9 @@ app = typer.Typer(
     help="Run a teacher over a corpus once and keep its top-K log-probabilities as a teachercache.",
 )
 
-Job = Annotated[str, typer.Argument(help="Job file (YAML).", show_default=False)]
+Job = Annotated[
+    str, typer.Argument(help="Job file (YAML); `python -m pipeline config` prints every key.", show_default=False)
+]
 Target = Annotated[str, typer.Argument(help="Job file, or URL of a cache.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides, for example run.actors=4.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -49,7 +51,7 @@ def plan(
 ) -> None:
     """Show documents, tokens, drops, shards, storage and GPU-hours before anything is spent. Writes nothing.
 
-    Example: python -m pipeline plan job.yaml --rate 36500 --show 2
+    Example: teachercache plan job.yaml --rate 36500 --show 2
     """
     from pipeline.running.job import prepare
     from pipeline.watching.progress import show_plan
@@ -87,7 +89,9 @@ def run(
 ) -> None:
     """Plan, run and publish. Running the same command again resumes where it stopped.
 
-    Example: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
+    Example: teachercache run job.yaml
+
+    On a Ray cluster: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
     """
     from pipeline.running.job import Prepared, run_job
     from pipeline.watching.metrics import ActorMetrics, with_job_metrics
@@ -160,7 +164,7 @@ def status(
 ) -> None:
     """Show what is in the cache: shards, documents, tokens, drops by reason. Needs read access alone.
 
-    Example: python -m pipeline status s3://bucket/cache --watch 30
+    Example: teachercache status s3://bucket/cache --watch 30
     """
     from pipeline.watching.status import read_status, show_status
 
@@ -183,7 +187,7 @@ def status(
 def quarantine(target: Target, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """List shards and documents that were given up, with their reasons. Exit status 1 where a shard is quarantined.
 
-    Example: python -m pipeline quarantine s3://bucket/cache
+    Example: teachercache quarantine s3://bucket/cache
     """
     from pipeline.watching.progress import say
     from pipeline.watching.status import read_quarantine
@@ -200,7 +204,7 @@ def quarantine(target: Target, overrides: Overrides = None, as_json: AsJson = Fa
         if not entries:
             console.print("nothing is quarantined")
         elif any(e["scope"] == "shard" for e in entries):
-            console.print("to try them again: python -m pipeline run JOB run.retry_quarantined=true")
+            console.print("to try them again: teachercache run JOB run.retry_quarantined=true")
     if any(e["scope"] == "shard" for e in entries):
         raise typer.Exit(1)
 
@@ -212,7 +216,7 @@ def doctor(
     read_only: Annotated[bool, typer.Option("--read-only", help="Do not probe conditional writes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path. Exit status 1 = unfit.
+    """Check this machine: Python, GPU, disk, the store, torch, Ray, vLLM and its fast path. Exit status 1 where it cannot work.
 
     Example: python -m pipeline doctor job.yaml
     """

@@ -37,11 +37,15 @@ class TeacherConfig(_Strict):
     name: str | None = Field(None, description="name written into spec.json; the model's by default")
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     engine: Literal["vllm", "hf", "noop"] = Field(
-        "vllm", description="vllm = the product, hf = transformers (slow reference), noop = made-up rows for tests"
+        "vllm",
+        description="`vllm` for real work, `hf` (transformers) as a slow reference, `noop` for made-up rows in tests",
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="of weights and activations")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="number type of weights and activations"
+    )
     head_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="of the logits; bf16 adds 0.06 to 0.25 nat of noise and many ties to every row"
+        "float32",
+        description="number type of the logits; bf16 adds 0.06 to 0.25 nat of noise and many ties to every row",
     )
     top_k: int = Field(100, ge=1, le=4096, description="tokens stored of each row (K)")
     max_model_len: int = Field(2048, ge=8, description="longest input plus the one token that the engine samples")
@@ -52,7 +56,9 @@ class TeacherConfig(_Strict):
     threads: int | None = Field(
         None, ge=1, description="OMP threads of an actor; by default the node's cores, divided among its actors"
     )
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to the engine as they are")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="further arguments, passed to the engine as they are"
+    )
     trust_remote_code: bool = Field(False, description="let transformers and vLLM run code of the model's folder")
     fast_path: Literal["auto", "off", "require"] = Field(
         "auto",
@@ -203,7 +209,9 @@ class RunConfig(_Strict):
 
     executor: Literal["ray", "inline"] = Field("ray", description="inline = in this process, one teacher, no Ray")
     actors: int = Field(1, ge=1, description="most actors (processes with one teacher) at a time")
-    shards_per_actor: int = Field(2, ge=1, le=8, description="shards an actor overlaps, so that the engine never waits")
+    shards_per_actor: int = Field(
+        2, ge=1, le=8, description="shards an actor has open at a time, so that the engine never waits"
+    )
     shard_tokens: int = Field(2_000_000, ge=1, description="estimated tokens of a shard: one to three GPU-minutes")
     shard_bytes: int | None = Field(None, ge=1, description="bytes of a shard instead (small machines)")
     shard_timeout_s: float = Field(
@@ -231,7 +239,7 @@ class RunConfig(_Strict):
         "auto = where there are commits of another plan (each actor then reads their keys once)",
     )
     leases: bool = Field(
-        True, description="take shards by advisory leases, so that jobs on one cache do not start with the same"
+        True, description="take shards by advisory leases, so that jobs on one cache do not repeat work"
     )
     log_every_s: float = Field(10, gt=0, description="seconds between two lines of progress")
 

@@ -118,20 +118,16 @@ def metrics() -> str:
     from pipeline.watching.metrics import COUNTERS, GAUGES, JOB_GAUGES
 
     rows = [
-        [f"`ray_{name}_total{'{reason}' if 'by reason' in said else ''}`", "counter, per actor", sentence(said)]
+        [
+            f"`ray_{name}_total{'{reason}' if 'by reason' in said else ''}`",
+            "counter, per actor",
+            configfile.sentence(said),
+        ]
         for name, said in COUNTERS.items()
     ]
-    rows += [[f"`ray_{name}`", "gauge, per actor", sentence(said)] for name, said in GAUGES.items()]
-    rows += [[f"`ray_{name}`", "gauge, of the job", sentence(said)] for name, said in JOB_GAUGES.items()]
+    rows += [[f"`ray_{name}`", "gauge, per actor", configfile.sentence(said)] for name, said in GAUGES.items()]
+    rows += [[f"`ray_{name}`", "gauge, of the job", configfile.sentence(said)] for name, said in JOB_GAUGES.items()]
     return table(["metric (Prometheus name)", "kind", "what it is"], rows)
-
-
-def sentence(text: str) -> str:
-    """Return a description with a capital at its start and a full stop at its end."""
-    said = " ".join(text.split()).rstrip(".")
-    first, _, rest = said.partition(" ")
-    plain = first.strip(",;").isalpha() and not rest.startswith("=")
-    return f"{said[:1].upper() if plain else said[:1]}{said[1:]}." if said else ""
 
 
 def config_keys(model: type[BaseModel]) -> str:
@@ -139,7 +135,7 @@ def config_keys(model: type[BaseModel]) -> str:
     titles = {"": ""}
     rows: dict[str, list[list[str]]] = {"": []}
     for key, kind, default, description in configfile.describe(model):
-        said = sentence(description)
+        said = configfile.sentence(description)
         if kind in ("section", "list of sections"):
             section = f"{key}.{configfile.ANY_ENTRY}" if kind.startswith("list") else key
             optional = " The section is absent by default." if default is None else ""

@@ -89,8 +89,9 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Look at, check and look after caches of a teacher's log-probabilities on S3 or local disk.",
-    epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3 endpoint and keys: AWS_ENDPOINT_URL and the usual chain.",
+    help="Make caches of a teacher's log-probabilities on S3 or local disk, look after them, train students from them.",
+    epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3: AWS_ENDPOINT_URL for the endpoint; keys from "
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role.",
 )
 
 Url = Annotated[str, typer.Argument(help="s3://bucket/prefix, file:///folder or a path.", show_default=False)]
@@ -185,7 +186,7 @@ def describe(store: Store) -> dict[str, Any]:
 
 @app.command("show")
 def show_(url: Url, manifest: ManifestNumber = None, json_: Json = False) -> None:
-    """Say who the teacher is and what a cache holds, by split and source.
+    """Show which teacher made a cache, and what it holds by split and source.
 
     Example: teachercache show s3://bucket/cache
     """

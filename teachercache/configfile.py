@@ -98,7 +98,7 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str, other_n
     dotted = ".".join(str(part) for part in location)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {dotted} in {where}; did you mean {nearest_key(model, location, other_names)}?"
-    if problem["type"] == "missing":
+    if problem["type"] == "missing" or (problem["input"] is None and problem["type"].endswith("_type")):
         return f"{where} lacks {dotted}: set it in the YAML file or as {dotted}=VALUE"
     message = problem["msg"].removeprefix("Value error, ")
     found = problem["input"]
@@ -180,6 +180,14 @@ def _type_name(annotation: Any) -> str:
     return f"{origin.__name__}[{inside}]"
 
 
+def sentence(text: str) -> str:
+    """Return a description with a capital at its start and a full stop at its end."""
+    said = " ".join(text.split()).rstrip(".")
+    first, _, rest = said.partition(" ")
+    plain = first.strip(",;").isalpha() and not rest.startswith("=")
+    return f"{said[:1].upper() if plain else said[:1]}{said[1:]}." if said else ""
+
+
 def commented_yaml(model: type[BaseModel], *, width: int = 100) -> str:
     """Return every key with its default as a YAML file, each under a comment that says what it does."""
     lines: list[str] = []
@@ -194,7 +202,7 @@ def commented_yaml(model: type[BaseModel], *, width: int = 100) -> str:
             absent = key
         value = "" if section or default == REQUIRED else " " + json.dumps(_plain(default), ensure_ascii=False)
         notes = [kind] * (not section) + [REQUIRED] * (default == REQUIRED) + ["null by default"] * (absent == key)
-        said = f"{description} ({', '.join(notes)})" if notes else description
+        said = sentence(description) + (f" ({', '.join(notes)})" if notes else "")
         mark = "# " if absent else ""
         lines += [""] * (len(parts) == 1)
         lines += [f"{mark}{indent}# {line}" for line in textwrap.wrap(said, width - len(indent))]

@@ -34,7 +34,7 @@ app = typer.Typer(
     help="Train a student from a teacher cache. A run is one YAML file plus key=value overrides.",
 )
 
-ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file; `config` prints every key.")]
+ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file; `python -m trainer config` prints every key.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, for example optim.lr=1e-3")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -43,7 +43,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 def fit(config_file: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Train, or continue: the same command resumes exactly from the newest checkpoint of `output`.
 
-    Example: python -m trainer fit train.yaml cache=s3://bucket/cache student=build/student output=build/run
+    Example: teachercache fit train.yaml cache=s3://bucket/cache student=build/student output=build/run
     """
     config = load_config(config_file, overrides or [])
     _quiet()
@@ -64,7 +64,7 @@ def evaluate(
     KL is over K+1 outcomes; with teacher=FOLDER also over the full vocabulary. `split=` chooses the split
     (default: eval.split).
 
-    Example: python -m trainer eval train.yaml student=build/run cache=s3://bucket/cache split=heldout --json
+    Example: teachercache eval train.yaml student=build/run cache=s3://bucket/cache split=heldout --json
     """
     overrides = overrides or []
     config = load_config(config_file, overrides)
@@ -88,7 +88,7 @@ def init_student(
 ) -> None:
     """Cut a student from its teacher by keeping layers (and MLP units); everything else is copied.
 
-    Example: python -m trainer init-student --teacher build/models/smollm2-135m --layers every-2 --out build/student
+    Example: teachercache init-student --teacher build/models/smollm2-135m --layers every-2 --out build/student
     """
     _quiet()
     from trainer.model import init_student as cut

@@ -235,4 +235,6 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
 
     Raises UsageError (exit status 2) for a missing file, an unknown key or a value of the wrong type.
     """
-    return configfile.load(TrainerConfig, path, overrides, where="the configuration", other_names=OTHER_NAMES)
+    return configfile.load(
+        TrainerConfig, path, overrides, where=None if path else "the command line", other_names=OTHER_NAMES
+    )

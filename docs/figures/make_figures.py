@@ -280,7 +280,7 @@ def architecture() -> Figure:
 def bucket() -> Figure:
     """Return the objects of a cache, and which of them can change."""
     rows = (
-        ("spec.json", "who the teacher is", "once", True),
+        ("spec.json", "which teacher, tokenizer and K", "once", True),
         ("tokenizer/<digest>/…", "the tokenizer's files", "once", True),
         ("plans/<digest>.json", "what a job set out to do", "once each", True),
         ("data/codec=…/split=…/source=…/<shard>-<attempt>.parquet", "the rows", "once each", True),
@@ -500,7 +500,7 @@ def parity() -> Figure:
         figure.text(306 + scale * over, y + 16, f"+{over:.1%}", size=12, bold=run == "fused/bucket")
     note = (
         "SmolLM2-135M to every second layer, 500 steps of 2,048 tokens, one H200, "
-        f"{report['machine']['date']}. Orange: what another order of documents changes."
+        f"{report['machine']['date']}. Pale band: what another order of documents changes."
     )
     figure.text(20, 358, note, size=11, fill="muted")
     return figure

@@ -33,7 +33,7 @@ def resolve_model(config: TeacherConfig) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"teacher.model {config.model}: neither a folder here nor a model that the hub gives ({reason})"
+            f"teacher.model {config.model}: neither a folder here nor a model on the Hugging Face hub ({reason})"
         ) from error
 
 

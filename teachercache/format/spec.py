@@ -1,4 +1,4 @@
-"""CacheSpec: who the teacher is. Two caches are the same cache exactly when their specs are equal.
+"""CacheSpec: which teacher, tokenizer and K. Two caches are the same cache exactly when their specs are equal.
 
 `spec.json` is this model as JSON. What may change without changing a row (engine version, batch settings, hardware)
 is provenance and belongs to each commit instead.

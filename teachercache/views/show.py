@@ -18,7 +18,7 @@ from teachercache.read.cache import Cache, incomplete_message
 
 
 def summary(cache: Cache) -> dict[str, Any]:
-    """Return who the teacher is and what the manifest holds, by split and source, as JSON-able values."""
+    """Return which teacher made a cache, and what the manifest holds, by split and source, as JSON-able values."""
     m = cache.manifest
     groups: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for entry in m.files:

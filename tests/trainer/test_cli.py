@@ -198,13 +198,13 @@ def test_init_student_takes_a_teacher_by_its_id_on_the_hub(
     assert (tmp_path / "new/config.json").exists()
     done = run("init-student", "--teacher", "owner/other", "--out", tmp_path / "other")
     assert done.returncode == 2
-    assert "owner/other: neither a folder here nor a model that the hub gives ('owner/other')" in done.stderr
+    assert "owner/other: neither a folder here nor a model on the Hugging Face hub ('owner/other')" in done.stderr
 
 
 def test_as_a_process_a_refusal_is_one_line_too(config: Path) -> None:
     done = runs.trainer("fit", config, "studnet=x")
     assert done.returncode == 2
-    assert done.stderr == "error: unknown key studnet in the configuration; did you mean student? [TC-E200]\n"
+    assert done.stderr == f"error: unknown key studnet in {config}; did you mean student? [TC-E200]\n"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def bench_loss(
 
     Without a GPU the defaults are one small head and 2,048 rows. A method that runs out of memory is a row that says so.
 
-    Example: python -m trainer bench-loss --rows 2048 --method fused --out build/bench
+    Example: teachercache bench-loss --rows 2048 --method fused --out build/bench
     """
     import torch
     from rich.console import Console
@@ -107,7 +107,7 @@ def bench_step(
 ) -> None:
     """Measure steps of a named shape: time, tokens/s, TFLOP/s of model work and memory by length and policy.
 
-    Example: python -m trainer bench-step --shape llama-3.2b --tokens 32768 --policy none --policy keep-attention
+    Example: teachercache bench-step --shape llama-3.2b --tokens 32768 --policy none --policy keep-attention
     """
     _check_known("shape", [shape], SHAPES)
     import torch

@@ -27,7 +27,7 @@ def teacher_folder(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{name}: neither a folder here nor a model that the hub gives ({reason})") from error
+        raise UsageError(f"{name}: neither a folder here nor a model on the Hugging Face hub ({reason})") from error
 
 
 def choose_layers(rule: str, num_layers: int) -> list[int]:
