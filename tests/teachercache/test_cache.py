@@ -79,7 +79,7 @@ def test_representations_are_one_line(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_an_open_cache_is_readin_a_forked_worker(s3_url):
+def test_an_open_cache_is_read_in_a_forked_worker(s3_url):
     """What a torch DataLoader does with a data set that holds a cache."""
     cache = make(f"{s3_url}/cache")
     assert len(list(cache.records())) == 5  # the parent's connections are open
