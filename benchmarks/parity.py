@@ -64,6 +64,7 @@ ALL_RUNS = (
 )
 PIECE = 4000  # characters of library source in a document
 Corpus = dict[str, list[list[int]]]  # tokenised documents of each split
+Batches = list[PackedSequence]
 
 
 def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
@@ -149,6 +150,7 @@ def cache_spec(teacher: Path, config: Any, top_k: int) -> CacheSpec:
 class Run:
     """What a run's name says."""
 
+    name: str
     loss: dict[str, Any]
     top_k: int | None
     codec: str
@@ -163,18 +165,12 @@ class Run:
         top_k = next((int(part[1:]) for part in rest if part.startswith("K")), None)
         master = next((part.removeprefix("bf16-") for part in rest if part.startswith("bf16-")), None)
         seed += sum(int(part.removeprefix("seed")) for part in rest if part.startswith("seed"))
-        return cls({"method": method, "tail": tail}, top_k, "compact" if "compact" in rest else "open", seed, master)
+        codec = "compact" if "compact" in rest else "open"
+        return cls(name, {"method": method, "tail": tail}, top_k, codec, seed, master)
 
 
 def train(
-    name: str,
-    run: Run,
-    folder: Path,
-    sequences: list[PackedSequence],
-    heldout: list[PackedSequence],
-    teacher: torch.nn.Module,
-    arguments: argparse.Namespace,
-    vocab_size: int,
+    run: Run, folder: Path, sequences: Batches, heldout: Batches, teacher: Any, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Train one student and measure it; return the curve, the figures, and time and memory of a step."""
     device = next(teacher.parameters()).device
@@ -186,7 +182,7 @@ def train(
     torch.manual_seed(arguments.seed)
     dtype = torch.bfloat16 if run.master else torch.float32
     model = student.load_student(folder, dtype=dtype, device=device).train()
-    measured: dict[str, Any] = {"vocab_size": vocab_size, "attention_kind": kind, "teacher": teacher}
+    measured = {"vocab_size": teacher.config.vocab_size, "attention_kind": kind, "teacher": teacher}
     step = Step(model, build_optimizer(model, config.optim), config, **measured)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -199,7 +195,7 @@ def train(
     memory = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
     figures = evaluate(model, heldout, **measured)
     return {
-        "run": name,
+        "run": run.name,
         "curve": curve,
         "step_ms": 1e3 * float(np.median(times)),
         "peak_gib": memory,
@@ -291,16 +287,16 @@ def main() -> None:
     vocab_size = teacher.config.vocab_size
     started = time.monotonic()
     spec = cache_spec(teacher_folder, teacher.config, min(100, vocab_size // 4))
-    runs = {name: Run.parse(name, arguments.seed) for name in arguments.runs.split(",")}
+    runs = [Run.parse(name, arguments.seed) for name in arguments.runs.split(",")]
     # Held-out rows come from the open codec whatever a student trains on.
-    codecs = {"open"} | {run.codec for run in runs.values()}
+    codecs = {"open"} | {run.codec for run in runs}
     caches = write_caches(teacher, corpus, spec, scratch / "cache", codecs)
     rows = caches["open"].manifest.rows
     heldout = list(PackedCache(caches["open"], split="heldout", seq_len=arguments.seq_len, shuffle=False, epochs=1))
     print(f"{rows:,} teacher rows in {len(caches)} caches, {time.monotonic() - started:.0f} s", flush=True)
 
     @cache
-    def batches(codec: str, seed: int) -> list[PackedSequence]:
+    def batches(codec: str, seed: int) -> Batches:
         packed = PackedCache(caches[codec], seq_len=arguments.seq_len, epochs=None, seed=seed)
         return list(islice(packed, arguments.steps))
 
@@ -311,15 +307,15 @@ def main() -> None:
     report |= {"results": [], "before": before}
     print(f"before: full-vocabulary KL {before['heldout_kl_full_vocabulary']:.4f}", flush=True)
     del untrained
-    for name, run in runs.items():
+    for run in runs:
         sequences, same = batches(run.codec, run.seed), batches("open", run.seed)
         assert [s.documents for s in sequences] == [s.documents for s in same], "the codecs gave different batches"
-        result = train(name, run, student_folder, sequences, heldout, teacher, arguments, vocab_size)
+        result = train(run, student_folder, sequences, heldout, teacher, arguments)
         report["results"].append(result)
         write(report, arguments.out)
         memory = f", {result['peak_gib']:.1f} GiB" if result["peak_gib"] is not None else ""
         print(
-            f"{name:>28}: held-out KL full {result['heldout_kl_full_vocabulary']:.4f}, K+1 {result['heldout_kl']:.4f}, "
+            f"{run.name:>28}: held-out KL full {result['heldout_kl_full_vocabulary']:.4f}, K+1 {result['heldout_kl']:.4f}, "
             f"top-1 {result['top1_agreement']:.2%}, perplexity {result['perplexity']:.2f}, ECE {result['ece']:.4f}, "
             f"loss {result['curve'][-1]:.4f}, {result['step_ms']:.0f} ms a step{memory}",
             flush=True,

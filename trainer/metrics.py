@@ -55,13 +55,8 @@ class MetricsLog:
             # The id lies with the run: the same command, resumed on another machine, continues the same page.
             run_id = folder.get_text(WANDB_ID) or uuid.uuid4().hex[:12]
             folder.put(WANDB_ID, run_id.encode())
-            self._wandb = wandb.init(
-                id=run_id,
-                name=folder.url.rstrip("/").rsplit("/", 1)[-1],
-                config=config.model_dump(mode="json"),
-                resume="allow",
-                dir=str(self._workdir),
-            )
+            name, settings = folder.url.rstrip("/").rsplit("/", 1)[-1], config.model_dump(mode="json")
+            self._wandb = wandb.init(id=run_id, name=name, config=settings, resume="allow", dir=str(self._workdir))
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Add one line {"kind": ..., "step": ..., **values} and the same numbers elsewhere."""
@@ -151,14 +146,9 @@ class Screen:
         self._bar: Progress | None = None
         self._task: Any = None
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step {task.fields[step]}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
+            step, text = TextColumn("step {task.fields[step]}"), TextColumn("{task.fields[text]}")
+            columns = (step, BarColumn(), TaskProgressColumn(), text, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=1.0, step=0, text="")
             self._bar.start()
 

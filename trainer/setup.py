@@ -40,12 +40,11 @@ def choose_compute(train: TrainConfig) -> Compute:
 
     Raises UsageError for a device that is not there and an attention that it lacks.
     """
-    name = train.device
+    name, dtype, available = train.device, train.dtype, torch.cuda.is_available()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+        name = "cuda" if available else "cpu"
+    if name == "cuda" and not available:
         raise UsageError("train.device=cuda, but torch finds no CUDA device; use train.device=cpu or auto")
-    dtype = train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if name == "cuda" else "float32"
     device = torch.device(name)
