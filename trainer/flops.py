@@ -46,8 +46,7 @@ def step_flops(config: Any, parameters: int, document_lengths: Sequence[int]) ->
 
 def measured_matmul_rate(device: torch.device, size: int = 8192, repeats: int = 5) -> float:
     """Measure the FLOP/s of this GPU's bf16 matrix product of `size`³: what a step's rate is compared with."""
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(2):
         a @ b
     torch.cuda.synchronize(device)

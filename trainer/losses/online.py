@@ -63,12 +63,12 @@ def online_kl_loss(
         raise ValueError(f"{', '.join(sorted(call))} need tail= with the online loss, found tail=None")
     if chunk_size is None:
         chunk_size = default_chunk_size(len(hidden), hidden.shape[1], vocab, torch.float32, hidden.device)
-    total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype)) + hidden[:0].sum()
+    total = hidden[:0].sum(dtype=accumulator_dtype(hidden.dtype))
+    head, head_bias = head_weight[:vocab], None if bias is None else bias[:vocab]
     for start in range(0, len(hidden), chunk_size):
         part = slice(start, start + chunk_size)
-        alive = None if valid is None else valid[part]
-        args = (hidden[part], head_weight[:vocab], None if bias is None else bias[:vocab])
-        total = total + checkpoint(_chunk_sum, *args, teacher_logits[part], alive, options, use_reentrant=False)
+        args = (hidden[part], head, head_bias, teacher_logits[part], None if valid is None else valid[part], options)
+        total = total + checkpoint(_chunk_sum, *args, use_reentrant=False)
     if num_valid is None:
         num_valid = len(hidden) if valid is None else valid.sum()
     if isinstance(num_valid, Tensor):
@@ -77,20 +77,14 @@ def online_kl_loss(
 
 
 def _chunk_sum(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    teacher_logits: Tensor,
-    alive: Tensor | None,
-    options: LossOptions,
+    hidden: Tensor, head: Tensor, bias: Tensor | None, teacher: Tensor, alive: Tensor | None, options: LossOptions
 ) -> Tensor:
-    """Return the sum of the rows' divergences over the full vocabulary."""
+    """Return the sum of the rows' divergences over the full vocabulary; teacher [n, V] are logits."""
     if alive is not None:
-        hidden = hidden.masked_fill(~alive[:, None], 0.0)
-        teacher_logits = teacher_logits.masked_fill(~alive[:, None], 0.0)
+        hidden, teacher = (x.masked_fill(~alive[:, None], 0.0) for x in (hidden, teacher))
     z = student_logits(hidden @ head.t(), bias, options)
     log_r = torch.log_softmax(z / options.temperature, dim=1)
-    log_s = torch.log_softmax(teacher_logits.to(z.dtype) / options.temperature, dim=1)
+    log_s = torch.log_softmax(teacher.to(z.dtype) / options.temperature, dim=1)
     rows = divergence(log_s.exp(), log_s, log_r.exp(), log_r, options)
     if alive is not None:
         rows = torch.where(alive, rows, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +24,12 @@ def weight_grad(grad_logits: Tensor, hidden: Tensor, out: Tensor, accumulate: bo
 
     CUDA multiplies bf16 and fp16 operands into a float32 `out` directly; the CPU converts the operands.
     """
-    left = grad_logits.t()
+    left, options = grad_logits.t(), dict[str, Any](out=out)
     if out.is_cuda and out.dtype != grad_logits.dtype:
-        if accumulate:
-            torch.addmm(out, left, hidden, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, hidden, out_dtype=out.dtype, out=out)
-        return
-    left, hidden = left.to(out.dtype), hidden.to(out.dtype)
-    if accumulate:
-        out.addmm_(left, hidden)
+        options["out_dtype"] = out.dtype
     else:
-        torch.mm(left, hidden, out=out)
+        left, hidden = left.to(out.dtype), hidden.to(out.dtype)
+    if accumulate:
+        torch.addmm(out, left, hidden, **options)
+    else:
+        torch.mm(left, hidden, **options)

@@ -101,9 +101,7 @@ def freeze_what_text_does_not_use(model: Model) -> None:
     A vision tower gets no gradient from text. Trainable, it would be given moments and a float32 buffer of zeros in
     the gradient's place, and decay under `weight_decay`.
     """
-    used = {
-        id(parameter) for part in (decoder(model), model.get_output_embeddings()) for parameter in part.parameters()
-    }
+    used = {id(p) for part in (decoder(model), model.get_output_embeddings()) for p in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in used:
             parameter.requires_grad_(False)

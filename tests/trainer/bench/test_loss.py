@@ -12,7 +12,7 @@ import torch
 
 from trainer.bench import loss
 from trainer.bench.closed_form import closed_form_loss
-from trainer.bench.shapes import HEADS, METHODS, OUR_METHODS, HeadShape
+from trainer.bench.shapes import HEADS, METHODS, NEEDS_GPU, OUR_METHODS, HeadShape
 from trainer.losses import kl_loss
 
 CPU = torch.device("cpu")
@@ -34,6 +34,13 @@ def test_every_method_of_this_package_is_measured_with_its_error(monkeypatch: py
         assert result.error_hidden < 1e-5, result
     assert loss.table(results).row_count == len(OUR_METHODS)
     assert set(loss.methods()) <= set(METHODS)
+
+
+def test_on_a_cpu_a_peer_that_needs_a_gpu_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HEADS, "tiny", HeadShape(16, 300))
+    call = {"top_k": 10, "dtype": torch.float32, "device": CPU, "repeats": 1, "report": lambda _: None}
+    results = loss.run_benchmark(["tiny"], [8], NEEDS_GPU, **call)
+    assert [(result.note, result.time_ms) for result in results] == [("needs a GPU", None)] * len(NEEDS_GPU)
 
 
 @pytest.mark.parametrize("lean", [False, True])
