@@ -39,10 +39,7 @@ T = TypeVar("T")
 
 
 def wait_for_store(action: Callable[[], T], what: str) -> T:
-    """Run `action`, again after growing pauses while the store is away, and say so on standard error.
-
-    Any other error is raised at once, an outage after STORE_PATIENCE_S.
-    """
+    """Run `action`, again after growing pauses while the store is away, for STORE_PATIENCE_S; say so on stderr."""
 
     def say(error: Exception, wait_s: float) -> None:
         print(f"{what}: the store does not answer ({type(error).__name__}), again in {wait_s:.1f} s", file=sys.stderr)
@@ -139,10 +136,7 @@ class CheckpointFolder:
                     self._remove(folder.rstrip("/"))
 
     def fetch(self, entry: CheckpointEntry) -> Path:
-        """Return a local folder with the checkpoint's files; downloaded if it is remote.
-
-        Raises TeacherCacheError, naming the file, when one is missing or has another size.
-        """
+        """Return a local copy of a checkpoint. TeacherCacheError names a file that is missing or has another size."""
         target = self.fetch_model(entry.folder)
         for name, size in entry.files.items():
             found = (target / name).stat().st_size if (target / name).is_file() else None

@@ -57,9 +57,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return means over all valid rows: KL, top-1 agreement, perplexity, calibration error.
 
-    The model's mode is restored. Memory: CHUNK_ROWS · V · 4 bytes of logits a few times over; with a teacher, R · V · 4
-    bytes for a sequence's rows.
-    Raises TeacherCacheError when there is no row.
+    The model's mode is restored. Raises TeacherCacheError when there is no row. Memory: CHUNK_ROWS · V · 4 bytes of
+    logits a few times over; with a teacher, R · V · 4 bytes for a sequence's rows.
     """
     device, head = next(model.parameters()).device, student.head(model)
     sums: Counter[str] = Counter()
@@ -148,10 +147,7 @@ def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate_text(config: TrainerConfig, path: Path) -> dict[str, Any]:
-    """Return the perplexity of a UTF-8 text file, in windows of data.seq_len tokens that start anew.
-
-    Raises UsageError for a file that cannot be read.
-    """
+    """Return the perplexity of a UTF-8 file, in windows of data.seq_len tokens; UsageError where it is unreadable."""
     compute = setup.choose_compute(config.train)
     folder = resolve_model_folder(config.student)
     try:

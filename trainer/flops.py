@@ -35,10 +35,7 @@ def matmul_parameters(model: Model) -> int:
 
 
 def step_flops(config: Any, parameters: int, document_lengths: Sequence[int]) -> float:
-    """Return the FLOP of forward and backward over documents of these lengths.
-
-    config is a transformers text configuration, parameters what matmul_parameters counts.
-    """
+    """Return the FLOP of forward and backward, from transformers' text configuration and matmul_parameters' count."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention: float = 6.0 * config.num_hidden_layers * config.num_attention_heads * head
     return 6.0 * parameters * sum(document_lengths) + attention * sum(float(n) ** 2 for n in document_lengths)

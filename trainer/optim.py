@@ -51,10 +51,7 @@ def parameter_groups(model: Model, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
-    """Return the optimiser that the configuration asks for.
-
-    Raises UsageError for combinations that do not exist and for torchao where it is not installed.
-    """
+    """Return the optimiser that is configured. Raises UsageError for what does not go together or is not installed."""
     groups = parameter_groups(model, config.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)

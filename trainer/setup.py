@@ -36,10 +36,7 @@ class Compute:
 
 
 def choose_compute(train: TrainConfig) -> Compute:
-    """Return the device, dtype and attention that the configuration means on this machine.
-
-    Raises UsageError for a device that is not there and an attention that it lacks.
-    """
+    """Return the device, dtype and attention that the configuration means. Raises UsageError for what is not there."""
     name, dtype, available = train.device, train.dtype, torch.cuda.is_available()
     if name == "auto":
         name = "cuda" if available else "cpu"
@@ -66,10 +63,7 @@ def configure_torch(train: TrainConfig) -> None:
 
 
 def open_cache(url: str, manifest: int | None) -> Cache:
-    """Open the cache at one manifest, or its newest, waiting for a store that is away.
-
-    Wrong paths and credentials are refused at once.
-    """
+    """Open the cache at one manifest, or its newest. Waits for a store that is away; refuses a wrong path at once."""
     return wait_for_store(lambda: teachercache.open(url, manifest=manifest), f"opening {url}")
 
 

@@ -64,11 +64,7 @@ class Step:
         self.device = self.parameters[0].device
 
     def run(self, sequences: Sequence[PackedSequence], *, lr: float, loss_limit: float | None = None) -> StepResult:
-        """Take one step over the micro-batches.
-
-        Raises TrainingDiverged, before anything is updated, when the loss or the gradient is not finite or the loss
-        is above loss_limit.
-        """
+        """Take one step. Raises TrainingDiverged, before an update, for what is not finite or above loss_limit."""
         labelled = bool(self.config.loss.ce_weight)
         total = sum(int((s.labels != NO_LABEL).sum()) if labelled else s.num_rows for s in sequences)
         if total == 0:

@@ -122,10 +122,7 @@ def save(folder: Path | None, name: str, report: Mapping[str, Any]) -> None:
 
 
 def plot(path: Path, title: str, labels: tuple[str, ...], points: Sequence[tuple[Any, ...]], *, log_y: bool) -> None:
-    """Write one figure of points (name, x, y, …): a panel for each y, in it a line for each name; y may be None.
-
-    Says on standard error where matplotlib is not installed.
-    """
+    """Write a figure of points (name, x, y, …), a panel for each y and a line for each name, if matplotlib is there."""
     try:
         import matplotlib
     except ImportError:

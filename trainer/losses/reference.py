@@ -56,10 +56,7 @@ def reference_loss(
     vocab_size: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return what `kl_loss` means: a differentiable float64 scalar, in nats.
-
-    The head's padding rows, from vocab_size on, are simply not there.
-    """
+    """Return what `kl_loss` means, a differentiable float64 scalar in nats; head rows from vocab_size on are cut."""
     logits = hidden.double() @ head_weight.double()[:vocab_size].T
     if bias is not None:
         logits = logits + bias.double()[:vocab_size]

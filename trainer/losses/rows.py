@@ -100,10 +100,7 @@ class TeacherRows:
         )
 
     def truncate(self, top_k: int) -> TeacherRows:
-        """Keep the first `top_k` entries of each row and move the mass of the others into the tail.
-
-        Raises ValueError unless 1 <= top_k <= K.
-        """
+        """Keep the first `top_k` entries and move the others' mass into the tail. ValueError unless 1 <= top_k <= K."""
         if not 1 <= top_k <= self.top_k:
             raise ValueError(f"cannot keep {top_k} of K = {self.top_k} entries: expected 1 to {self.top_k}")
         if top_k == self.top_k:

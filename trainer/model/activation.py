@@ -38,10 +38,7 @@ MATMUL_OPS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default
 
 
 def apply_policy(model: Model, layers: Any, policy: str) -> None:
-    """Wrap each layer of a transformers model; call again to change the policy.
-
-    Raises ValueError for an unknown policy or layers that transformers cannot checkpoint.
-    """
+    """Wrap each layer; call again to change the policy. Raises ValueError for an unknown one and for other layers."""
     if policy not in POLICIES:
         raise ValueError(f"checkpointing policy {policy!r} is not one of {', '.join(POLICIES)}")
     for layer in layers:

@@ -230,10 +230,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, f
 
 
 def causal_documents(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    """Run causal SDPA over documents that follow one another; equal neighbours share one call.
-
-    query [1, H, T, D], key and value [1, H_kv, T, D]; lengths add up to T.
-    """
+    """Run causal SDPA over documents [1, H, T, D] that follow one another; equal neighbours share one call."""
     if len(lengths) == 1:
         return sdpa_causal(query, key, value, scale)
     runs = [(len(list(equal)), length) for length, equal in itertools.groupby(lengths)]

@@ -14,10 +14,7 @@ from trainer.model.student import check_folder, decoder, layer_stack, tokenizer_
 
 
 def teacher_folder(name: str) -> Path:
-    """Return a folder as it is, or the snapshot of a hub id such as owner/model, downloaded once by the hub's client.
-
-    Raises UsageError where it is neither.
-    """
+    """Return a folder as it is, or the snapshot of a hub id (owner/model) by its client; UsageError for neither."""
     folder = local_path(name).expanduser()
     if folder.is_dir() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
         return folder
@@ -33,8 +30,7 @@ def teacher_folder(name: str) -> Path:
 def choose_layers(rule: str, num_layers: int) -> list[int]:
     """Return the teacher's layers that a student keeps, in the teacher's order.
 
-    "every-2" keeps 0, 2, 4, …; "first-8" the first eight; "0,3-5,9" those.
-    Raises UsageError for a rule that names no layer or one that does not exist.
+    "every-2" keeps 0, 2, 4, …; "first-8" the first eight; "0,3-5,9" those. Raises UsageError for a layer not there.
     """
     try:
         if rule.startswith("every-"):

@@ -44,10 +44,7 @@ class Head:
 
 
 def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Model:
-    """Load a causal LM from a Hugging Face folder, with attention that keeps documents apart.
-
-    Raises UsageError when the folder holds no model, or one with dropout.
-    """
+    """Load a causal LM with attention that keeps documents apart. Raises UsageError for none, or one with dropout."""
     check_folder(folder)
     try:
         model: Model = AutoModelForCausalLM.from_pretrained(
@@ -84,10 +81,7 @@ def decoder(model: Model) -> Model:
 
 
 def layer_stack(model: Model) -> tuple[str, Any]:
-    """Return the attribute under which the decoder holds its layers, and the list of layers.
-
-    Raises UsageError for a model that keeps its layers elsewhere.
-    """
+    """Return the name and the list of the decoder's layers. Raises UsageError for a model that keeps them elsewhere."""
     for name in ("layers", "h"):  # the second is GPT-2's
         found = getattr(decoder(model), name, None)
         if isinstance(found, torch.nn.ModuleList):
