@@ -136,7 +136,7 @@ class CheckpointFolder:
                     self._remove(folder.rstrip("/"))
 
     def fetch(self, entry: CheckpointEntry) -> Path:
-        """Return a local copy of a checkpoint. TeacherCacheError names a file that is missing or has another size."""
+        """Return the checkpoint as a local folder. TeacherCacheError names a file that is missing or has another size."""
         target = self.fetch_model(entry.folder)
         for name, size in entry.files.items():
             found = (target / name).stat().st_size if (target / name).is_file() else None

@@ -109,11 +109,8 @@ class Checkpointer:
         self.folder, self.model, self.optimizer, self.progress = folder, model, optimizer, progress
         self._tokenizer, self._adapters = student.tokenizer_files(source), config.lora is not None
         self._keep_last = config.checkpoint.keep_last
-        self._run = {
-            "manifest_number": cache.manifest.number,
-            "spec_digest": cache.spec.digest,
-            "config": config.model_dump(mode="json"),
-        }
+        identity = {"manifest_number": cache.manifest.number, "spec_digest": cache.spec.digest}
+        self._run = {**identity, "config": config.model_dump(mode="json")}
         self.evaluated: tuple[int, float] | None = None
         """Step and held-out KL of the last evaluation in this process."""
 

@@ -20,13 +20,9 @@ GIB = 1 << 30
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return where and when figures were taken."""
-    info: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device.type,
-        "cpu_threads": torch.get_num_threads(),
-    }
+    today, threads = datetime.date.today().isoformat(), torch.get_num_threads()
+    info: dict[str, Any] = {"date": today, "torch": torch.__version__, "python": platform.python_version()}
+    info |= {"device": device.type, "cpu_threads": threads}
     if device.type == "cuda":
         import triton
 
@@ -105,11 +101,11 @@ def kernels(call: Callable[[], object], count: int = 22) -> list[dict[str, Any]]
         call()
         torch.cuda.synchronize()
     events = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
-    total = sum(event.self_device_time_total for event in events)
+    total_ms = sum(event.self_device_time_total for event in events) / 1e3
     found = []
     for event in events[:count]:
         ms = event.self_device_time_total / 1e3
-        print(f"   profile | {1e3 * ms / total:6.2%} {ms:9.2f} ms x{event.count:<5} {event.key[:110]}", flush=True)
+        print(f"   profile | {ms / total_ms:6.2%} {ms:9.2f} ms x{event.count:<5} {event.key[:110]}", flush=True)
         found.append({"kernel": event.key[:200], "ms": ms, "count": event.count})
     return found
 

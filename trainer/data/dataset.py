@@ -98,15 +98,8 @@ class PackedCache(IterableDataset[PackedSequence]):
                 )
 
     def _fresh_state(self, *, epoch: int, counts: DataCounts) -> dict[str, Any]:
-        return {
-            "manifest": self.cache.manifest.digest,
-            "split": self.split,
-            "seed": self.seed,
-            "epoch": epoch,
-            "stream": None,
-            "used": 0,
-            "counts": vars(counts).copy(),
-        }
+        run = {"manifest": self.cache.manifest.digest, "split": self.split, "seed": self.seed}
+        return {**run, "epoch": epoch, "stream": None, "used": 0, "counts": vars(counts).copy()}
 
     def state(self) -> dict[str, Any]:
         """Return where the next sequence starts; small and JSON-able."""
