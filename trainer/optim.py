@@ -165,10 +165,7 @@ def _streamed(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if len(left) >= 2:
             left[-2].synchronize()
         with torch.cuda.stream(up):
-            return {
-                key: value.cuda(non_blocking=True) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
+            return {k: v.cuda(non_blocking=True) if isinstance(v, Tensor) else v for k, v in state.items()}
 
     ahead = fetch(states[0]) if states else None
     for index, state in enumerate(states):

@@ -41,6 +41,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NAME = "teachercache_documents"
 KINDS = ("auto", "plain", "documents", "varlen", "flex", "mixed")
 HALF = (torch.bfloat16, torch.float16)
+SDPA_BACKENDS = {  # fastest first
+    "cuda": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+}
 LONG_DOCUMENT = 2048
 """Tokens from which `mixed` gives a document a separate SDPA call."""
 
@@ -265,15 +269,8 @@ def sdpa_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if groups > 1 and q.is_cuda and q.dtype not in HALF:
         # The one float32 kernel on CUDA that is linear in memory takes no grouped heads.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    with sdpa_kernel(_backends(q.device.type), set_priority=True):
+    with sdpa_kernel(SDPA_BACKENDS[q.device.type], set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-
-@cache
-def _backends(device_type: str) -> list[SDPBackend]:
-    if device_type == "cuda":
-        return [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 @cache
