@@ -6,8 +6,8 @@
 
 One rate is measured: committed rows of an 8B Llama shape with a float32 head on one H200
 (benchmarks/results/teacher_rows_h200.json). The others are scaled from it and are estimates. Replace them:
-`python -m pipeline run` prints the real rate in its first minutes, and `python -m pipeline plan JOB --rate N` gives
-GPU-hours from it.
+`teachercache run` prints the real rate in its first minutes, and `teachercache plan JOB --rate N` gives GPU-hours from
+it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def line(prices: argparse.Namespace, name: str, rate: float, tokens: float) -> d
         f"days on {prices.pool} GPUs": f"{hours / 24 / prices.pool:,.1f}",
         "TB open": f"{stored / 1e12:.2f}",
         "TB compact": f"{compact / 1e12:.2f}",
-        f"teacher at {prices.gpu_hour:g} a GPU-hour": f"{hours * prices.gpu_hour:,.0f}",
-        f"storage a month at {prices.gb_month:g} a GB": f"{stored / 1e9 * prices.gb_month:,.0f}",
+        f"teacher, $ (at {prices.gpu_hour:g} a GPU-hour)": f"{hours * prices.gpu_hour:,.0f}",
+        f"storage, $ a month (at {prices.gb_month:g} a GB)": f"{stored / 1e9 * prices.gb_month:,.0f}",
     }
 
 
@@ -57,8 +57,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, help="tokens of your corpus (default: 1, 10 and 100 billion)")
     parser.add_argument("--rate", type=float, help="tokens/s of one GPU that you measured")
     parser.add_argument("--pool", type=int, default=16, help="GPUs that run at the same time")
-    parser.add_argument("--gpu-hour", type=float, default=4.0, help="price of a GPU-hour")
-    parser.add_argument("--gb-month", type=float, default=0.023, help="price of a GB-month of storage")
+    parser.add_argument("--gpu-hour", type=float, default=4.0, help="dollars for a GPU-hour")
+    parser.add_argument("--gb-month", type=float, default=0.023, help="dollars for a GB of storage in a month")
     prices = parser.parse_args()
     # FLOP a token scale with the active parameters
     rates = {name: MEASURED_RATE * MEASURED_PARAMETERS / active * share for name, active, share in TEACHERS}

@@ -104,7 +104,7 @@ def run(
     def planned(prepared: Prepared) -> None:
         tokens = sum(e.tokens for e in prepared.planned.estimates)
         count = len(prepared.planned.plan.shards)
-        tell(f"{count} shards, about {human(tokens)} tokens (estimate) → {config.cache}")
+        tell(f"{count} shard{'s' * (count != 1)}, about {human(tokens)} tokens (estimate) → {config.cache}")
         for warning in prepared.planned.warnings:
             tell(f"warning: {warning}")
 

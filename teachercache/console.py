@@ -80,8 +80,9 @@ def _fail(said: str, status: int) -> NoReturn:
 def missing_module(error: ModuleNotFoundError) -> str:
     """Return one sentence that says what to install."""
     module = (error.name or "").split(".")[0]
-    package = f"'teachercache[{EXTRAS[module]}]'" if module in EXTRAS else module
-    return f"this command needs the package {module}, which is not installed; pip install {package}"
+    extra = EXTRAS.get(module)
+    how = f"in a clone of teachercache, pip install '.[{extra}]'" if extra else f"pip install {module}"
+    return f"this command needs the package {module}, which is not installed: {how}"
 
 
 def text_console(*, stderr: bool = False) -> Console:

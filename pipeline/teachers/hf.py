@@ -26,6 +26,7 @@ class HfTeacher(Teacher):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if config.threads:
             torch.set_num_threads(config.threads)
+        transformers.utils.logging.disable_progress_bar()  # one bar for each file would break the lines of progress
         try:
             auto: Any = transformers.AutoModelForCausalLM
             self.model: Any = auto.from_pretrained(

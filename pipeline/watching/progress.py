@@ -139,7 +139,8 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
     made = f"{human(tally.documents)} documents, {human(tally.tokens)} tokens, {human(tally.rows)} rows{copied}"
     say(
         console,
-        f"{tally.committed} shards committed ({made}, {human(tally.bytes, 'B')}), {tally.found} found committed, "
+        f"{tally.committed} shard{'s' * (tally.committed != 1)} committed ({made}, {human(tally.bytes, 'B')}), "
+        f"{tally.found} found committed, "
         f"{tally.quarantined} quarantined, {tally.retries} retries, {tally.conflicts} lost races, {duration(outcome.seconds)}",
     )
     if tally.drops:

@@ -198,7 +198,7 @@ def test_a_command_that_lacks_its_extra_says_what_to_install(run, monkeypatch, t
     assert "ls " in run("--help")[1]
     code, out, err = run("fit", "train.yaml", "--json")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert "pip install 'teachercache[trainer]'" in err
+    assert "pip install '.[trainer]'" in err
 
 
 def test_a_command_that_is_not_installed_is_misuse(run, monkeypatch):
