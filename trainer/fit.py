@@ -54,7 +54,10 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
     if saved:
         resume.check_resumable(saved.state, config, cache)
         if folder.index().finished and resume.ends_alike(saved.state, config.train):
-            print(f"{config.output} is finished: step {saved.state['step']}; nothing to do", file=sys.stderr)
+            print(
+                f"{config.output} is finished: step {saved.state['step']}; for another run choose another output",
+                file=sys.stderr,
+            )
             summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
             return summary
     resume.check_names(config, cache)

@@ -217,7 +217,7 @@ def overview() -> Figure:
 
 
 def architecture() -> Figure:
-    """Return the way of the data through the three packages."""
+    """Return the path of the data through the three packages."""
     figure = Figure(
         960, 484, "The way of the data: corpus, plan, actors, cache, stream, packed batches, loss, checkpoint"
     )
