@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from pipeline.teachers.topk import reference_row_top_k
-
-torch = pytest.importorskip("torch")
-
-
-def compare(logits: torch.Tensor, k: int, target: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-    wanted_ids, wanted = reference_row_top_k(logits, k, target)
-    torch.testing.assert_close(logprobs, wanted, rtol=1e-5, atol=1e-5)
-    assert torch.equal(ids[:, 0], wanted_ids[:, 0])
-    # equal logits may come in another order: the ids must hold the values that they claim
-    claimed = torch.log_softmax(logits.float(), dim=-1).gather(1, ids.long())
-    torch.testing.assert_close(claimed, logprobs, rtol=1e-5, atol=1e-5)
-    assert all(len(set(row.tolist())) == k for row in ids[:, 1:])
-
-
-def on_ranks(ranks: int, work: Callable[[int, Any], Any]) -> list[Any]:
-    """work(rank, all_gather) in one thread a rank; the all-gather stacks what the threads bring."""
-    barrier, table, answers = threading.Barrier(ranks, timeout=20), [None] * ranks, [None] * ranks
-
-    def run(rank: int) -> None:
-        def all_gather(x: torch.Tensor) -> torch.Tensor:
-            table[rank] = x
-            barrier.wait()
-            whole = torch.stack(table)
-            barrier.wait()
-            return whole
-
-        answers[rank] = work(rank, all_gather)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
+from tests.pipeline.top_k_checks import compare, on_ranks
 
 
 @pytest.mark.slow

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
+import json
 import multiprocessing
 
 import numpy as np
 
 import teachercache
 from teachercache import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
-from teachercache.format.spec import CacheSpec, TeacherSpec
+from teachercache.format import layout
+from teachercache.format.spec import CacheSpec, TeacherSpec, canonical_json
 from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
@@ -90,3 +94,54 @@ def id_too_large(record):
     ids = record.topk_ids.copy()
     ids[0, 0] = SPEC.tokenizer.vocab_size
     return dataclasses.replace(record, topk_ids=ids)
+
+
+def write_sealed(path, body: bytes) -> None:
+    """Write an object with a valid seal over any body."""
+    path.write_bytes(body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')
+
+
+def craft(cache, change) -> None:
+    """A manifest with a valid seal and whatever `change` does to its JSON."""
+    path = cache / layout.manifest_path(1)
+    value = json.loads(path.read_bytes())
+    value.pop("seal")
+    change(value)
+    write_sealed(path, canonical_json(value))
+
+
+def names(stream, count=None):
+    with stream:
+        return [record.doc_id for record in itertools.islice(stream, count)]
+
+
+SHARDS, PER_SHARD = 5, 23  # of `streamed`
+
+
+def streamed(url) -> teachercache.Cache:
+    """Make a cache for streams: several row groups a file, and a held-out split of three records."""
+    writer = teachercache.create(url, SPEC)
+    writer.rows_per_group = 120  # several row groups a file
+    for i in range(SHARDS):
+        writer.commit(f"s{i}", synthetic_records(SPEC, PER_SHARD, seed=i, prefix=f"s{i}"))
+    writer.commit("h", synthetic_records(SPEC, 3, seed=9, prefix="h", split="heldout"))
+    writer.publish()
+    return teachercache.open(url)
+
+
+PAGE_SPEC = synthetic_spec(vocab_size=5000, top_k=100, name="<b>teacher & co</b>")
+
+
+def page_cache(url) -> teachercache.Cache:
+    """Make the cache that reports and exports show: two splits, drops, provenance, a name with markup."""
+    writer = teachercache.create(url, PAGE_SPEC)
+    provenance = {"shard_seconds": 2.0, "engine": "synthetic 1", "device": "cpu"}
+    writer.commit(
+        "a",
+        synthetic_records(PAGE_SPEC, 40, seed=1, prefix="a"),
+        drops={"too_long": 3, "empty": 1},
+        provenance=provenance,
+    )
+    writer.commit("b", synthetic_records(PAGE_SPEC, 9, seed=2, prefix="b", split="heldout", source="web"))
+    writer.publish()
+    return teachercache.open(url)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import decimal
-import hashlib
 import io
-import json
 import os
 
 import numpy as np
@@ -21,8 +19,8 @@ from teachercache.format import layout
 from teachercache.format.objects import Manifest
 from teachercache.format.record import round_logprobs
 from teachercache.format.sealed import unseal
-from teachercache.format.spec import canonical_json
 from teachercache.testing import synthetic_record, synthetic_records, synthetic_spec
+from tests.teachercache.caches import craft
 
 SPEC = synthetic_spec()
 
@@ -141,19 +139,6 @@ def test_a_footer_that_claims_gigabytes_is_refused(cache, monkeypatch):
     monkeypatch.setattr("teachercache.parquet.datafile.MAX_GROUP_BYTES", 1000)
     with pytest.raises(UnsafeManifest, match="row group 0 claims"):
         list(teachercache.open(cache).records())
-
-
-def write(path, body: bytes) -> None:
-    path.write_bytes(body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')
-
-
-def craft(cache, change) -> None:
-    """A manifest with a valid seal and whatever `change` does to its JSON."""
-    path = cache / layout.manifest_path(1)
-    value = json.loads(path.read_bytes())
-    value.pop("seal")
-    change(value)
-    write(path, canonical_json(value))
 
 
 def test_a_decompression_bomb_is_refused(cache, monkeypatch):

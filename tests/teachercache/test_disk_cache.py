@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import errno
-import itertools
 from pathlib import Path
 
 import pytest
 
-import teachercache
 from teachercache.read.disk_cache import DiskCache
 from teachercache.store.store import Store
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_spec
+from tests.teachercache.caches import names, streamed
 
 SPEC = synthetic_spec()
-SHARDS = 5
-PER_SHARD = 23
 
 
 def test_a_copy_that_gets_its_name_while_room_is_counted_is_counted(tmp_path, monkeypatch):
@@ -36,19 +33,7 @@ def test_a_copy_that_gets_its_name_while_room_is_counted_is_counted(tmp_path, mo
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    url = tmp_path_factory.mktemp("stream") / "cache"
-    writer = teachercache.create(url, SPEC)
-    writer.rows_per_group = 120  # several row groups a file
-    for i in range(SHARDS):
-        writer.commit(f"s{i}", synthetic_records(SPEC, PER_SHARD, seed=i, prefix=f"s{i}"))
-    writer.commit("h", synthetic_records(SPEC, 3, seed=9, prefix="h", split="heldout"))
-    writer.publish()
-    return teachercache.open(url)
-
-
-def names(stream, count=None):
-    with stream:
-        return [record.doc_id for record in itertools.islice(stream, count)]
+    return streamed(tmp_path_factory.mktemp("stream") / "cache")
 
 
 def test_a_full_scratch_disk_costs_the_local_copy_and_not_the_run(cache, tmp_path, monkeypatch):

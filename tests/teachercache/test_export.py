@@ -9,22 +9,14 @@ import pytest
 
 import teachercache
 from teachercache.errors import UsageError
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_records
 from teachercache.views.export import export
-
-SPEC = synthetic_spec(vocab_size=5000, top_k=100, name="<b>teacher & co</b>")
+from tests.teachercache.caches import PAGE_SPEC, page_cache
 
 
 @pytest.fixture
 def cache(tmp_path):
-    writer = teachercache.create(tmp_path / "cache", SPEC)
-    provenance = {"shard_seconds": 2.0, "engine": "synthetic 1", "device": "cpu"}
-    writer.commit(
-        "a", synthetic_records(SPEC, 40, seed=1, prefix="a"), drops={"too_long": 3, "empty": 1}, provenance=provenance
-    )
-    writer.commit("b", synthetic_records(SPEC, 9, seed=2, prefix="b", split="heldout", source="web"))
-    writer.publish()
-    return teachercache.open(tmp_path / "cache")
+    return page_cache(tmp_path / "cache")
 
 
 def test_an_export_is_a_folder_that_readers_of_data_sets_take(cache, tmp_path):
@@ -48,14 +40,14 @@ def test_an_export_is_a_folder_that_readers_of_data_sets_take(cache, tmp_path):
 
 def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_path):
     """A rare meta value makes some row groups all null; readers of a data set want the same columns in every file."""
-    writer = teachercache.create(tmp_path / "cache", SPEC)
+    writer = teachercache.create(tmp_path / "cache", PAGE_SPEC)
     writer.rows_per_group = 100
     records = [
         dataclasses.replace(r, meta={"stars": 5} if i in (7, 8) else {})
-        for i, r in enumerate(synthetic_records(SPEC, 12))
+        for i, r in enumerate(synthetic_records(PAGE_SPEC, 12))
     ]
     writer.commit("a", records)
-    writer.commit("b", synthetic_records(SPEC, 3, seed=4, prefix="b", split="heldout"))
+    writer.commit("b", synthetic_records(PAGE_SPEC, 3, seed=4, prefix="b", split="heldout"))
     writer.publish()
     written = export(teachercache.open(tmp_path / "cache"), tmp_path / "export")
     assert len(written) == 2, "one file for each split"
@@ -63,8 +55,8 @@ def test_an_export_has_one_type_for_each_column_whatever_a_row_group_holds(tmp_p
 
 
 def make(url, count: int = 5, **options) -> teachercache.Cache:
-    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
-    writer.commit("s", synthetic_records(SPEC, count))
+    writer = teachercache.CacheWriter(teachercache.create(url, PAGE_SPEC, probe=False).store, PAGE_SPEC, **options)
+    writer.commit("s", synthetic_records(PAGE_SPEC, count))
     writer.publish()
     return teachercache.open(url)
 

@@ -9,10 +9,9 @@ import subprocess
 import pytest
 
 import teachercache
-from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.views.report import report
+from tests.teachercache.caches import PAGE_SPEC, page_cache
 
-SPEC = synthetic_spec(vocab_size=5000, top_k=100, name="<b>teacher & co</b>")
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -20,14 +19,7 @@ CHROMIUM = next(
 
 @pytest.fixture
 def cache(tmp_path):
-    writer = teachercache.create(tmp_path / "cache", SPEC)
-    provenance = {"shard_seconds": 2.0, "engine": "synthetic 1", "device": "cpu"}
-    writer.commit(
-        "a", synthetic_records(SPEC, 40, seed=1, prefix="a"), drops={"too_long": 3, "empty": 1}, provenance=provenance
-    )
-    writer.commit("b", synthetic_records(SPEC, 9, seed=2, prefix="b", split="heldout", source="web"))
-    writer.publish()
-    return teachercache.open(tmp_path / "cache")
+    return page_cache(tmp_path / "cache")
 
 
 def test_the_page_asks_the_network_for_nothing_and_escapes_what_it_shows(cache):
@@ -48,7 +40,7 @@ def test_the_page_asks_the_network_for_nothing_and_escapes_what_it_shows(cache):
 
 
 def test_an_empty_cache_has_a_page_too(tmp_path):
-    writer = teachercache.create(tmp_path, SPEC)
+    writer = teachercache.create(tmp_path, PAGE_SPEC)
     writer.publish()
     page = report(teachercache.open(tmp_path))
     assert "There are no rows" in page

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
@@ -14,6 +13,7 @@ from teachercache.format.objects import Manifest
 from teachercache.format.sealed import seal, unseal
 from teachercache.format.spec import canonical_json
 from teachercache.testing import synthetic_records, synthetic_spec
+from tests.teachercache.caches import craft, write_sealed
 
 SPEC = synthetic_spec()
 
@@ -24,19 +24,6 @@ def cache(tmp_path):
     writer.commit("s", synthetic_records(SPEC, 5))
     writer.publish()
     return tmp_path / "cache"
-
-
-def write(path, body: bytes) -> None:
-    path.write_bytes(body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')
-
-
-def craft(cache, change) -> None:
-    """A manifest with a valid seal and whatever `change` does to its JSON."""
-    path = cache / layout.manifest_path(1)
-    value = json.loads(path.read_bytes())
-    value.pop("seal")
-    change(value)
-    write(path, canonical_json(value))
 
 
 def set_path(path):
@@ -82,10 +69,10 @@ def test_a_million_entries_of_one_file_are_refused(cache):
     value = json.loads(path.read_bytes())
     value.pop("seal")
     one = canonical_json(value["files"][0])
-    write(path, canonical_json(value).replace(one, b",".join([one] * 1_000_000)))
+    write_sealed(path, canonical_json(value).replace(one, b",".join([one] * 1_000_000)))
     with pytest.raises(UnsafeManifest, match=r"1,000,00\d entries, limit 524,288"):
         teachercache.open(cache)
-    write(path, canonical_json(value).replace(one, b",".join([one] * 2)))
+    write_sealed(path, canonical_json(value).replace(one, b",".join([one] * 2)))
     with pytest.raises(UnsafeManifest, match="twice"):
         teachercache.open(cache)
 
@@ -100,7 +87,7 @@ def test_deeply_nested_json_is_refused(cache):
     (cache / layout.manifest_path(1)).write_bytes(b"[" * 100_000)
     with pytest.raises(CorruptFile, match="does not end in a seal"):
         teachercache.open(cache)
-    write(cache / layout.manifest_path(1), b'{"files":' + b"[" * 100_000 + b"}")
+    write_sealed(cache / layout.manifest_path(1), b'{"files":' + b"[" * 100_000 + b"}")
     with pytest.raises(CorruptFile, match="ecursion"):
         teachercache.open(cache)
 

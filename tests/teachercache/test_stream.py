@@ -14,27 +14,12 @@ from teachercache.errors import StoreUnavailable, UsageError
 from teachercache.parquet.datafile import DataFile
 from teachercache.read.disk_cache import DiskCache
 from teachercache.testing import synthetic_records
-from tests.teachercache.caches import SPEC, in_a_fork, make
-
-SHARDS = 5
-PER_SHARD = 23
+from tests.teachercache.caches import PER_SHARD, SHARDS, SPEC, in_a_fork, make, names, streamed
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    url = tmp_path_factory.mktemp("stream") / "cache"
-    writer = teachercache.create(url, SPEC)
-    writer.rows_per_group = 120  # several row groups a file
-    for i in range(SHARDS):
-        writer.commit(f"s{i}", synthetic_records(SPEC, PER_SHARD, seed=i, prefix=f"s{i}"))
-    writer.commit("h", synthetic_records(SPEC, 3, seed=9, prefix="h", split="heldout"))
-    writer.publish()
-    return teachercache.open(url)
-
-
-def names(stream, count=None):
-    with stream:
-        return [record.doc_id for record in itertools.islice(stream, count)]
+    return streamed(tmp_path_factory.mktemp("stream") / "cache")
 
 
 def options(world_size, rank, shuffle):
