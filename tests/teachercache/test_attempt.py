@@ -92,12 +92,8 @@ def test_the_second_commit_of_a_shard_loses_without_harm(any_url):
 
 @pytest.fixture
 def cache(tmp_path) -> Path:
-    root = tmp_path / "cache"
-    writer = teachercache.create(root, SPEC)
-    for i in range(3):
-        writer.commit(f"s{i}", synthetic_records(SPEC, 10, seed=i, prefix=f"s{i}"))
-    writer.publish()
-    return root
+    writer_with(tmp_path / "cache", range(3), 10)
+    return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("damage", [swap_rows, too_much_mass, one_nan, one_topk_nan, id_too_large])

@@ -20,7 +20,7 @@ from teachercache.format.objects import Manifest
 from teachercache.format.record import round_logprobs
 from teachercache.format.sealed import unseal
 from teachercache.testing import synthetic_record, synthetic_records, synthetic_spec
-from tests.teachercache.caches import craft
+from tests.teachercache.caches import craft, make
 
 SPEC = synthetic_spec()
 
@@ -129,9 +129,7 @@ def test_wide_rows_make_small_row_groups(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path):
-    writer = teachercache.create(tmp_path / "cache", SPEC)
-    writer.commit("s", synthetic_records(SPEC, 5))
-    writer.publish()
+    make(tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -17,7 +17,7 @@ from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.verify import verify
 from teachercache.write.attempt import ShardAttempt
-from tests.teachercache.caches import SPEC, writer_with
+from tests.teachercache.caches import SPEC, make, writer_with
 
 
 def test_a_second_collection_keeps_the_commits_of_replaced_shards(tmp_path):
@@ -121,13 +121,6 @@ def test_any_mix_of_append_publish_optimize_and_gc_keeps_every_document_once(tmp
                 list(teachercache.open(tmp_path, number).records(columns={"doc_id"}))
     if published:
         assert verify(writers[0].store, SPEC).problems == []
-
-
-def make(url, count: int = 5, **options) -> teachercache.Cache:
-    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
-    writer.commit("s", synthetic_records(SPEC, count))
-    writer.publish()
-    return teachercache.open(url)
 
 
 def test_gc_tells_the_time_without_the_right_to_delete(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from teachercache.errors import IncompleteCache, UsageError
 from teachercache.format.objects import Plan, PlanShard
 from teachercache.format.sealed import utc_now
 from teachercache.testing import synthetic_records
-from tests.teachercache.caches import SPEC, writer_with
+from tests.teachercache.caches import SPEC, make, writer_with
 
 
 def test_an_incomplete_cache_is_published_only_when_asked(any_url):
@@ -36,13 +36,6 @@ def test_an_incomplete_cache_is_published_only_when_asked(any_url):
     assert (final.number, final.complete, final.parent) == (2, True, manifest.digest)
     assert writer.publish() == final, "publishing without news creates nothing"
     assert teachercache.open(any_url, manifest=1).manifest == manifest
-
-
-def make(url, count: int = 5, **options) -> teachercache.Cache:
-    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
-    writer.commit("s", synthetic_records(SPEC, count))
-    writer.publish()
-    return teachercache.open(url)
 
 
 def test_a_manifest_that_no_one_could_read_is_not_published(tmp_path, monkeypatch):

@@ -12,17 +12,15 @@ from teachercache.format import layout
 from teachercache.format.objects import Manifest
 from teachercache.format.sealed import seal, unseal
 from teachercache.format.spec import canonical_json
-from teachercache.testing import synthetic_records, synthetic_spec
-from tests.teachercache.caches import craft, write_sealed
+from teachercache.testing import synthetic_spec
+from tests.teachercache.caches import craft, make, write_sealed
 
 SPEC = synthetic_spec()
 
 
 @pytest.fixture
 def cache(tmp_path):
-    writer = teachercache.create(tmp_path / "cache", SPEC)
-    writer.commit("s", synthetic_records(SPEC, 5))
-    writer.publish()
+    make(tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -17,9 +17,10 @@ from teachercache.configfile import validate
 from teachercache.doctor import check_store
 from teachercache.errors import Exists, MissingObject, StoreDenied, StoreUnsafe, UsageError
 from teachercache.store.store import Store, refuse_credentials
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_spec
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.verify import verify
+from tests.teachercache.caches import make
 
 SPEC = synthetic_spec()
 
@@ -51,13 +52,6 @@ def test_a_large_file_goes_up_in_parts_and_whole(any_s3_url, tmp_path):
     store.create("data/large", data)  # the same content again is a lost acknowledgement
     with pytest.raises(MissingObject):
         store.head("data/other")
-
-
-def make(url, count: int = 5, **options) -> teachercache.Cache:
-    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
-    writer.commit("s", synthetic_records(SPEC, count))
-    writer.publish()
-    return teachercache.open(url)
 
 
 @pytest.mark.parametrize("name", ["two words", "100%25", "a#b", "é", "a::b"])
@@ -190,9 +184,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url):
 
 @pytest.fixture
 def cache(tmp_path):
-    writer = teachercache.create(tmp_path / "cache", SPEC)
-    writer.commit("s", synthetic_records(SPEC, 5))
-    writer.publish()
+    make(tmp_path / "cache")
     return tmp_path / "cache"
 
 

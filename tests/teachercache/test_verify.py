@@ -16,17 +16,22 @@ from teachercache.format.sealed import seal, unseal
 from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.verify import verify
-from tests.teachercache.caches import SPEC, id_too_large, one_nan, one_topk_nan, swap_rows, too_much_mass
+from tests.teachercache.caches import (
+    SPEC,
+    id_too_large,
+    make,
+    one_nan,
+    one_topk_nan,
+    swap_rows,
+    too_much_mass,
+    writer_with,
+)
 
 
 @pytest.fixture
 def cache(tmp_path) -> Path:
-    root = tmp_path / "cache"
-    writer = teachercache.create(root, SPEC)
-    for i in range(3):
-        writer.commit(f"s{i}", synthetic_records(SPEC, 10, seed=i, prefix=f"s{i}"))
-    writer.publish()
-    return root
+    writer_with(tmp_path / "cache", range(3), 10)
+    return tmp_path / "cache"
 
 
 def test_a_sound_cache_has_no_problems(cache):
@@ -168,13 +173,6 @@ def test_verify_exits_1_and_lists_what_is_wrong(cache, capsys, monkeypatch):
     code, printed = run("--json")
     assert code == 1
     assert json.loads(printed)["problems"][0]["code"] == "TC-E103"
-
-
-def make(url, count: int = 5, **options) -> teachercache.Cache:
-    writer = teachercache.CacheWriter(teachercache.create(url, SPEC, probe=False).store, SPEC, **options)
-    writer.commit("s", synthetic_records(SPEC, count))
-    writer.publish()
-    return teachercache.open(url)
 
 
 def test_refused_credentials_end_a_verification_instead_of_damning_every_file(tmp_path, monkeypatch):
