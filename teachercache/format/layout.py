@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from teachercache.errors import UnsafeManifest, UsageError
 
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # one file or folder of a run, a tokenizer, a model
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?")  # split and source, which paths hold
 SPEC = "spec.json"
 COMMITS = "commits/"
@@ -25,7 +26,7 @@ _DATA_PATH = re.compile(
     rf"data/codec=(?P<codec>[a-z0-9]{{1,32}})/split=(?P<split>{NAME.pattern})/source=(?P<source>{NAME.pattern})/"
     rf"(?P<shard_id>{SHARD_ID.pattern})-(?P<attempt>{ATTEMPT.pattern})\.parquet"
 )
-_MANIFEST_PATH = re.compile(r"manifests/(\d{8})\.json")
+_MANIFEST_PATH = re.compile(r"manifests/([0-9]{8})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,21 @@ def parse_data_path(path: str) -> DataPath:
 def is_data_path(path: str) -> bool:
     """Return whether a name below data/ is a data file's; others (a _SUCCESS, a .DS_Store) are not ours to judge."""
     return _DATA_PATH.fullmatch(path) is not None
+
+
+def check_name(name: str, what: str) -> str:
+    """Return the name of one file or folder that an object of a store gave, before a path is made of it.
+
+    It is a letter or digit, then letters, digits, `_`, `.`, `-`: ASCII, at most 200. Raises UnsafeManifest that begins with
+    `what` (such as "checkpoints.json of s3://…") for any other: an absolute path, `..`, a folder inside, an empty name.
+    """
+    if not isinstance(name, str) or FILE_NAME.fullmatch(name) is None:
+        shown = ascii(name)
+        raise UnsafeManifest(
+            f"{what} names {shown if len(shown) <= 120 else shown[:117] + '...'}, which is no plain file name "
+            f"({FILE_NAME.pattern}); nothing was written or removed: it is damaged or not to be trusted."
+        )
+    return name
 
 
 def check_shard_id(shard_id: str) -> str:
@@ -93,5 +109,5 @@ def quarantine_path(shard_id: str, attempt: str) -> str:
 
 
 def tokenizer_path(digest: str, name: str) -> str:
-    """Return the name of one of the tokenizer's files."""
-    return f"{TOKENIZER}{digest}/{name}"
+    """Return the name of one of the tokenizer's files; UnsafeManifest for one that leaves their folder."""
+    return f"{TOKENIZER}{digest}/{check_name(name, 'a tokenizer')}"

@@ -188,6 +188,11 @@ class TokenizerIndexEntry(Strict):
     size: int = Field(ge=0, le=MAX_TOKENIZER_BYTES)
     sha256: str
 
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        return layout.check_name(value, "the tokenizer index")
+
 
 class TokenizerIndex(Strict):
     """`tokenizer/<digest>/index.json`: written last, so that what it names is there."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import tempfile
 from pathlib import Path
 
-from teachercache.errors import CorruptFile, MissingObject, UnsafeManifest, UsageError
+from teachercache.errors import CorruptFile, MissingObject, UsageError
 from teachercache.format import layout
 from teachercache.format.objects import TokenizerIndex, TokenizerIndexEntry
 from teachercache.format.spec import TokenizerSpec, json_digest
 from teachercache.store.ledger import read_sealed
 from teachercache.store.store import Store
-
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
 def check_tokenizer(store: Store, spec: TokenizerSpec) -> None:
@@ -27,10 +24,6 @@ def check_tokenizer(store: Store, spec: TokenizerSpec) -> None:
 
 
 def _read_file(store: Store, spec: TokenizerSpec, entry: TokenizerIndexEntry) -> bytes:
-    if _FILE_NAME.fullmatch(entry.name) is None:
-        raise UnsafeManifest(
-            f"{store.url}: the tokenizer index names {entry.name[:80]!r}, which is not a plain file name."
-        )
     data = store.read(layout.tokenizer_path(spec.digest, entry.name), max_bytes=entry.size)
     if hashlib.sha256(data).hexdigest() != entry.sha256:
         raise CorruptFile(f"{store.url}: tokenizer file {entry.name} does not have the digest of its index.")

@@ -96,9 +96,14 @@ def id_too_large(record):
     return dataclasses.replace(record, topk_ids=ids)
 
 
+def sealed(body: bytes) -> bytes:
+    """Return an object with a valid seal over any body."""
+    return body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
 def write_sealed(path, body: bytes) -> None:
     """Write an object with a valid seal over any body."""
-    path.write_bytes(body[:-1] + b',"seal":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')
+    path.write_bytes(sealed(body))
 
 
 def craft(cache, change) -> None:
