@@ -12,6 +12,7 @@ NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?")  # split a
 SPEC = "spec.json"
 COMMITS = "commits/"
 MANIFESTS = "manifests/"
+LAST_MANIFEST = 99_999_999
 PLANS = "plans/"
 DATA = "data/"
 QUARANTINE = "quarantine/"
@@ -95,6 +96,16 @@ def plan_path(digest: str) -> str:
 def manifest_path(number: int) -> str:
     """Return the name of a manifest."""
     return f"{MANIFESTS}{number:08d}.json"
+
+
+def number_after(number: int) -> int:
+    """Return the number of the manifest that follows; UnsafeManifest where no number is left."""
+    if number >= LAST_MANIFEST:
+        raise UnsafeManifest(
+            f"{manifest_path(number)} has the last number that there is, so nothing more can be published; "
+            "if it is a stranger's, remove it, else copy the cache to a new URL."
+        )
+    return number + 1
 
 
 def manifest_number(path: str) -> int | None:

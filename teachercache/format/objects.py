@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,8 @@ from teachercache.format.spec import Strict, json_digest
 MAX_FILE_BYTES = 2**37  # 128 GiB; a manifest that claims a larger file is refused
 MAX_TOKENIZER_BYTES = 2**28
 COUNTS = ("records", "documents", "tokens", "rows")  # what files, commits and manifests count
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class FileEntry(Strict):
@@ -42,28 +44,27 @@ class Commit(Strict):
     attempt: str = Field(pattern=r"^[0-9a-f]{32}$")
     spec_digest: str
     files: list[FileEntry]
-    records: int
-    documents: int
-    tokens: int
-    rows: int
-    drops: dict[str, int] = Field(default_factory=dict)
+    records: Count
+    documents: Count
+    tokens: Count
+    rows: Count
+    drops: dict[str, Count] = Field(default_factory=dict)
     replaces: list[str] = Field(default_factory=list)
     provenance: dict[str, Any] = Field(default_factory=dict)
     created: str
 
     def check(self, spec_digest: str) -> None:
-        """Raise unless it belongs to this spec (CommitConflict) and names only its own files (UnsafeManifest)."""
+        """Raise unless it belongs to this spec (CommitConflict) and names only its own, plausible files (UnsafeManifest)."""
         if self.spec_digest != spec_digest:
             raise CommitConflict(
                 f"the commit of shard {self.shard_id} belongs to spec {self.spec_digest[:12]}, this cache has "
                 f"{spec_digest[:12]}. It was copied here from another cache: remove it."
             )
+        name = f"the commit of shard {self.shard_id}"
         for entry in self.files:
-            where = layout.parse_data_path(entry.path)
+            where = _checked(entry, name)
             if (where.shard_id, where.attempt) != (self.shard_id, self.attempt):
-                raise UnsafeManifest(
-                    f"the commit of shard {self.shard_id} names {entry.path}, which is not its own file."
-                )
+                raise UnsafeManifest(f"{name} names {entry.path}, which is not its own file.")
 
 
 class PlanShard(Strict):
@@ -74,11 +75,11 @@ class PlanShard(Strict):
     corpus: int = Field(default=0, ge=0, description="place of the source's entry in the job's `corpora`")
     input: str = Field(description="URL of the input file")
     input_digest: str
-    start: int = 0
-    stop: int = 0
+    start: Count = 0
+    stop: Count = 0
     unit: Literal["bytes", "rows", "file"] = "file"
-    estimated_tokens: int = 0
-    duplicates: list[int] = Field(
+    estimated_tokens: Count = 0
+    duplicates: list[Count] = Field(
         default_factory=list, description="documents left out because the job has them elsewhere, by ordinal"
     )
 
@@ -131,22 +132,22 @@ class Manifest(Strict):
     """`manifests/<number>.json`: a create-only snapshot that readers pin."""
 
     format_version: Literal[1] = 1
-    number: int = Field(ge=1, le=99_999_999)
+    number: int = Field(ge=1, le=layout.LAST_MANIFEST)
     spec_digest: str
     created: str
     publisher: str = Field(description="random; tells two publishers' equal content apart")
     files: list[ManifestFile] = Field(repr=False)
     plans: list[str]
     replaced: dict[str, str] = Field(default_factory=dict, description="shard -> the shard whose commit replaced it")
-    shards_planned: int
-    shards_committed: int
-    shards_quarantined: int
-    documents: int
-    records: int
-    tokens: int
-    rows: int
-    drops: dict[str, int] = Field(default_factory=dict)
-    repeated_content: int = Field(default=0, description="windows whose content is in another split too")
+    shards_planned: Count
+    shards_committed: Count
+    shards_quarantined: Count
+    documents: Count
+    records: Count
+    tokens: Count
+    rows: Count
+    drops: dict[str, Count] = Field(default_factory=dict)
+    repeated_content: Count = Field(default=0, description="windows whose content is in another split too")
     complete: bool
     parent: str | None = Field(default=None, description="digest of the manifest before; informative")
 
@@ -166,12 +167,8 @@ class Manifest(Strict):
             raise UnsafeManifest(f"{name} belongs to spec {self.spec_digest[:12]}, the cache has {spec_digest[:12]}.")
         seen: set[str] = set()
         for entry in self.files:
-            where = layout.parse_data_path(entry.path)
-            said = (entry.codec, entry.split, entry.source, entry.shard_id)
-            if (where.codec, where.split, where.source, where.shard_id) != said:
+            if _checked(entry, name).shard_id != entry.shard_id:
                 raise UnsafeManifest(f"{name}: {entry.path} does not agree with its own entry.")
-            if entry.size > MAX_FILE_BYTES:
-                raise UnsafeManifest(f"{name}: {entry.path} claims {entry.size:,} bytes, limit {MAX_FILE_BYTES:,}.")
             if entry.path in seen:
                 raise UnsafeManifest(f"{name} names {entry.path} twice.")
             seen.add(entry.path)
@@ -179,6 +176,16 @@ class Manifest(Strict):
             total = sum(getattr(entry, field) for entry in self.files)
             if getattr(self, field) != total:
                 raise UnsafeManifest(f"{name} says {getattr(self, field):,} {field}, its files hold {total:,}.")
+
+
+def _checked(entry: FileEntry, name: str) -> layout.DataPath:
+    """Return the parts of an entry's path; UnsafeManifest where they do not agree with the entry, or it claims too much."""
+    where = layout.parse_data_path(entry.path)
+    if (where.codec, where.split, where.source) != (entry.codec, entry.split, entry.source):
+        raise UnsafeManifest(f"{name}: {entry.path} does not agree with its own entry.")
+    if entry.size > MAX_FILE_BYTES:
+        raise UnsafeManifest(f"{name}: {entry.path} claims {entry.size:,} bytes, limit {MAX_FILE_BYTES:,}.")
+    return where
 
 
 class TokenizerIndexEntry(Strict):

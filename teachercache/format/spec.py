@@ -27,9 +27,9 @@ def json_digest(value: Any) -> str:
 
 
 class Strict(BaseModel):
-    """A frozen model; an unknown key is an error."""
+    """A frozen model; an unknown key is an error, and so is a string of more than 16,384 characters."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", str_max_length=2**14)
 
 
 class TeacherSpec(Strict):

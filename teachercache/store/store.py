@@ -29,7 +29,15 @@ from urllib.parse import urlsplit
 import fsspec
 import pyarrow as pa
 
-from teachercache.errors import Exists, MissingObject, StoreDenied, StoreUnavailable, StoreUnsafe, UsageError
+from teachercache.errors import (
+    Exists,
+    MissingObject,
+    StoreDenied,
+    StoreUnavailable,
+    StoreUnsafe,
+    UnsafeManifest,
+    UsageError,
+)
 from teachercache.format import layout
 from teachercache.format.sealed import MAX_JSON_BYTES
 from teachercache.store.failures import classify, explain
@@ -171,7 +179,7 @@ class Store:
         """Return the whole object, refused above `max_bytes` before anything is allocated."""
         size = self.head(path).size
         if size > max_bytes:
-            raise UsageError(
+            raise UnsafeManifest(
                 f"{path} is {size:,} bytes long, above the limit of {max_bytes:,}; it is not what it claims to be."
             )
         return self._retry(path, lambda: _whole(self.fs.cat_file(self._full(path)), size))

@@ -90,7 +90,7 @@ def _snapshot(
         if not commit.replaces or commit.shard_id in winners:  # what a void replacement left out is still there
             drops.update(commit.drops)
     return Manifest(
-        number=newest.number + 1 if newest else 1,
+        number=layout.number_after(newest.number) if newest else 1,
         spec_digest=spec.digest,
         created=utc_now(),
         publisher=uuid.uuid4().hex,

@@ -140,7 +140,7 @@ class CacheWriter:
         attempt = uuid.uuid4().hex
         entry = Quarantine(
             shard_id=shard_id, attempt=attempt, scope=scope, reason=reason, message=message[:4000],
-            documents=list(documents), created=utc_now(),
+            documents=[name[:4096] for name in documents], created=utc_now(),
         )  # fmt: skip
         self.store.create(layout.quarantine_path(shard_id, attempt), seal(entry))
 

@@ -10,10 +10,10 @@ import teachercache
 from teachercache.errors import CorruptFile, TeacherCacheError, UnsafeManifest, UnsupportedFormat
 from teachercache.format import layout
 from teachercache.format.objects import Manifest
-from teachercache.format.sealed import seal, unseal
+from teachercache.format.sealed import MAX_RUN, MAX_VALUES, seal, unseal
 from teachercache.format.spec import canonical_json
-from teachercache.testing import synthetic_spec
-from tests.teachercache.caches import craft, make, write_sealed
+from teachercache.testing import synthetic_records, synthetic_spec
+from tests.teachercache.caches import craft, make, sealed, write_sealed
 
 SPEC = synthetic_spec()
 
@@ -88,6 +88,95 @@ def test_deeply_nested_json_is_refused(cache):
     write_sealed(cache / layout.manifest_path(1), b'{"files":' + b"[" * 100_000 + b"}")
     with pytest.raises(CorruptFile, match="ecursion"):
         teachercache.open(cache)
+
+
+def body_of(cache) -> bytes:
+    return (cache / layout.manifest_path(1)).read_bytes().rpartition(b',"seal":')[0] + b"}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body[:-1] + b',"complete":false}',
+        lambda body: b'{"complete":false,' + body[1:],
+        lambda body: body.replace(b'"rows":', b'"rows": '),
+        lambda body: body.replace(b'"number":1,', b'"number":1.0,'),
+        lambda body: body.replace(b'"number":1,', b'"number":1e0,'),
+        lambda body: body.replace(b'"number":1,', b'"number":"1",'),
+        lambda body: body.replace(b'"number":1,', b'"number":true,'),
+        lambda body: body.replace(b'"number":1,', b'"number":' + b"1" * 5000 + b","),
+        lambda body: body.replace(b'"number":1,', b'"number":-1,'),
+        lambda body: body.replace(b'"number":1,', b'"number":NaN,'),
+        lambda body: body.replace(b'"complete":true', b'"complete":1'),
+        lambda body: body.replace(b'"created":"2', b'"created":"\\u0032'),
+        lambda body: body.replace(b'"created":"2', b'"created":"\\ud800'),
+        lambda body: body.replace(b'"created":"2', b'"created":"\xff'),
+        lambda body: body.replace(b'"created":"2', b'"created":"' + b"2" * 20_000),
+        lambda body: body.replace(b'"documents":5', b'"documents":-5'),
+        lambda body: body.replace(b'"shards_planned":0', b'"shards_planned":-1'),
+        lambda body: body.replace(b'"drops":{}', b'"drops":{"x":-1}'),
+        lambda body: body.replace(b'"drops":{}', b'"drops":{"x":1.0}'),
+        lambda body: body.replace(b'"repeated_content":0', b'"repeated_content":-1'),
+        lambda body: b"[" + body + b"]",
+        lambda body: b"{}",
+        lambda body: b"}",
+        lambda body: b"",
+    ],
+    ids=[
+        "key-twice-at-the-end", "key-twice-in-front", "blank", "float", "exponent", "text", "bool", "5000-digits", "negative",
+        "nan", "one-for-true", "escape", "half-a-pair", "no-utf-8", "long-text", "documents", "planned", "drops", "drops-float",
+        "repeated", "list", "empty", "brace", "nothing",
+    ],
+)  # fmt: skip
+def test_bytes_that_are_not_canonical_or_counts_that_cannot_be_are_refused(cache, change):
+    body = body_of(cache)
+    assert change(body) != body
+    write_sealed(cache / layout.manifest_path(1), change(body))
+    with pytest.raises(CorruptFile) as caught:
+        teachercache.open(cache)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+def test_a_string_a_list_and_a_nesting_without_end_are_refused_before_a_parser_sees_them():
+    long = [b'{"created":"' + b"x" * (MAX_RUN + 1) + b'"}', b'{"plans":[' + b"1" * (MAX_RUN + 1) + b"]}"]
+    long.append(b'{"plans":' + b"[" * (MAX_RUN + 1) + b"}")
+    for body in long:
+        with pytest.raises(UnsafeManifest, match="without a quotation mark"):
+            unseal(Manifest, sealed(body), "x")
+    with pytest.raises(UnsafeManifest, match="values, limit"):
+        unseal(Manifest, sealed(b'{"plans":["",' + b"," * MAX_VALUES + b"]}"), "x")
+
+
+def test_the_last_number_of_a_manifest_leaves_one_sentence_to_the_next_publisher(cache):
+    craft(cache, lambda value: value.update(number=99_999_999))
+    (cache / layout.manifest_path(1)).rename(cache / layout.manifest_path(99_999_999))
+    assert teachercache.open(cache).manifest.number == 99_999_999
+    writer = teachercache.create(cache, SPEC, probe=False)
+    writer.commit("t", synthetic_records(SPEC, 2, prefix="t"))
+    with pytest.raises(UnsafeManifest, match="the last number that there is"):
+        writer.publish()
+
+
+def test_a_manifest_with_foreign_digits_in_its_name_is_no_manifest(cache):
+    text = (cache / layout.manifest_path(1)).read_bytes()
+    (cache / "manifests" / "٠٠٠٠٠٠٠٩.json").write_bytes(text)
+    assert teachercache.open(cache).manifest.number == 1
+
+
+def test_ls_lists_the_good_caches_beside_one_whose_manifest_is_too_large(cache, monkeypatch, capsys):
+    from teachercache.cli import main
+
+    make(cache.parent / "good")
+    with (cache / layout.manifest_path(2)).open("wb") as file:
+        file.truncate(2**29 + 1)
+    monkeypatch.setattr("sys.argv", ["teachercache", "ls", str(cache.parent), "--json"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    said = capsys.readouterr()
+    states = {item["url"].rsplit("/", 1)[-1]: item["state"] for item in json.loads(said.out)}
+    assert (states, caught.value.code) == ({"cache": "unreadable", "good": "complete"}, 1)
+    assert "TC-E205" in said.err
 
 
 def test_a_newer_format_is_refused_by_number(cache):
