@@ -89,7 +89,7 @@ def _excess(body: bytes) -> str:
 
 
 def _is_canonical(body: bytes) -> bool:
-    """Return whether the bytes are what `canonical_json` makes of their own value."""
+    """Return whether the bytes are what `canonical_json` makes of their value."""
     try:
         return canonical_json(json.loads(body)) == body
     except (ValueError, RecursionError):
