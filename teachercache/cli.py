@@ -17,10 +17,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
-from rich.text import Text
 from typer.core import TyperGroup
 
-from teachercache.console import local_path, missing_module, note, print_json, progress_bar, run_cli, text_console
+from teachercache.console import local_path, missing_module, note, print_json, progress_bar, run_cli, say, text_console
 from teachercache.errors import CorruptFile, MissingObject, NotACache, UnsafeManifest, UnsupportedFormat, UsageError
 from teachercache.format import layout
 from teachercache.parquet.codecs import CODECS
@@ -116,7 +115,7 @@ def answer(text: str, value: Any, as_json: bool) -> None:
     if as_json:
         print_json(value)
     elif text:
-        print(text)
+        say(text, stderr=False)
 
 
 @app.command()
@@ -154,7 +153,7 @@ def ls(
     table = Table(*texts, *numbers, "state", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for item in found:
         counts = (str(item["top_k"] or ""), str(item["manifest"] or ""), f"{item['rows']:,}", f"{item['bytes']:,}")
-        table.add_row(Text(item["url"]), Text(item["teacher"]), *counts, item["state"])
+        table.add_row(item["url"], item["teacher"], *counts, item["state"])
     text_console().print(table)
     raise typer.Exit(int(broken))
 

@@ -8,15 +8,16 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.text import Text
 
 from teachercache.errors import TeacherCacheError, UsageError
 
@@ -28,6 +29,32 @@ EXTRAS = {
     "safetensors": "trainer", "accelerate": "trainer", "vllm": "vllm", "liger_kernel": "fast", "torchao": "fast",
     "huggingface_hub": "hub", "peft": "lora",
 }  # fmt: skip
+# What a terminal obeys or what changes the order of letters: C0 but the line feed, DEL, C1, bidirectional marks, line
+# separators; and halves of surrogate pairs, which no stream can encode.
+_BYTES = (*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA0))
+_WIDE = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+_ESCAPES = {code: f"\\x{code:02x}" for code in _BYTES} | {code: f"\\u{code:04x}" for code in _WIDE}
+_JSON_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), *_WIDE)}
+
+
+def printable(text: str) -> str:
+    """Return text of which no character controls a terminal: those that would become `\\x1b` or `\\u202e`.
+
+    Line feeds stay. Everything that a cache, a corpus, a model's folder or a server wrote passes through this on its
+    way to a person; `text_console`, `say`, `note` and the errors of `run_cli` do it by themselves.
+    """
+    return text.translate(_ESCAPES)
+
+
+class _SafeConsole(Console):
+    """A console that prints every text as `printable` does, and that reads no markup and no emoji codes in it."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
 
 
 def run_cli(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str | None = None) -> NoReturn:
@@ -36,6 +63,8 @@ def run_cli(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: s
     An error that a user can understand becomes one line on standard error: an error with a code, a wrong option, a
     local file that cannot be read, a package that is not installed. Any other is a bug and keeps its traceback.
     """
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="replace")  # of a Latin-1 terminal; standard error escapes what it cannot encode
     try:
         status = app(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -58,7 +87,7 @@ def run_cli(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: s
         if said := usage():
             context = getattr(error, "ctx", None)
             see = f"; see {context.command_path} --help" if context else ""
-            print(f"error: {said.rstrip('.')}{see}", file=sys.stderr)
+            say(f"error: {said.rstrip('.')}{see}")
         sys.exit(UsageError.exit_code)
     if status == INTERRUPTED:
         _fail("interrupted", INTERRUPTED)
@@ -73,7 +102,7 @@ def local_path(text: str | Path) -> Path:
 
 
 def _fail(said: str, status: int) -> NoReturn:
-    print(f"error: {' '.join(said.split())}", file=sys.stderr)
+    say(f"error: {' '.join(said.split())}")
     sys.exit(status)
 
 
@@ -86,25 +115,35 @@ def missing_module(error: ModuleNotFoundError) -> str:
 
 
 def text_console(*, stderr: bool = False) -> Console:
-    """Return a console for people's lines; without a terminal it is 160 columns wide."""
+    """Return a console for people's lines; without a terminal it is 160 columns wide. It prints text as `printable`."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else LOG_COLUMNS)
+    width = None if stream.isatty() else LOG_COLUMNS
+    return _SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+
+def say(text: str, *, stderr: bool = True) -> None:
+    """Print a line for people, unwrapped."""
+    print(printable(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """Print one JSON value on standard output; `indent` None puts it on one line."""
-    print(json.dumps(value, indent=indent, ensure_ascii=False), flush=True)
+    """Print one JSON value on standard output; `indent` None puts it on one line.
+
+    What `printable` escapes is escaped as JSON does it, as is everything beyond ASCII where the stream is not UTF-8.
+    """
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print(json.dumps(value, indent=indent, ensure_ascii=not unicode).translate(_JSON_ESCAPES), flush=True)
 
 
 def note(text: str, kind: str = "warning") -> None:
     """Print one line on standard error that begins with `kind`."""
-    Console(stderr=True, highlight=False).print(f"[yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
+    text_console(stderr=True).print(Text(f"{kind}:", style="yellow") + Text(printable(f" {text}")), soft_wrap=True)
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Give a callable (done, total) that draws a bar on a terminal, and prints a line every tenth elsewhere."""
-    console = Console(stderr=True, highlight=False)
+    console = text_console(stderr=True)
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:

@@ -20,6 +20,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
+from rich.text import Text
 
 from teachercache.console import print_json, text_console
 from teachercache.errors import StoreDenied, StoreUnavailable, TeacherCacheError
@@ -167,7 +168,7 @@ def print_findings(findings: Collection[Finding], *, as_json: bool = False, inde
         print_json({"ok": not failures, "findings": [asdict(finding) for finding in findings]}, indent=indent)
         return int(failures > 0)
     console, table = text_console(), Table("", "check", "found", "do")
-    mark = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[red]fail[/]"}
+    mark = {OK: Text("ok", "green"), WARN: Text("warn", "yellow"), FAIL: Text("fail", "red")}
     for finding in findings:
         table.add_row(mark[finding.status], finding.check, finding.found, finding.do)
     console.print(table)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from teachercache import console
 from teachercache.errors import MissingObject, TeacherCacheError, UsageError
 from teachercache.store.failures import retry_while_unavailable
 from teachercache.store.store import ObjectInfo, Store
@@ -42,7 +42,7 @@ def wait_for_store(action: Callable[[], T], what: str) -> T:
     """Run `action`, again after growing pauses while the store is away, for STORE_PATIENCE_S; say so on stderr."""
 
     def say(error: Exception, wait_s: float) -> None:
-        print(f"{what}: the store does not answer ({type(error).__name__}), again in {wait_s:.1f} s", file=sys.stderr)
+        console.say(f"{what}: the store does not answer ({type(error).__name__}), again in {wait_s:.1f} s")
 
     return retry_while_unavailable(action, patience_s=STORE_PATIENCE_S, on_retry=say)
 

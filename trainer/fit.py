@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from teachercache import Cache
-from teachercache.console import stop_on_signals
+from teachercache.console import say, stop_on_signals
 from teachercache.errors import TeacherCacheError, UsageError
 from trainer import resume, setup
 from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder
@@ -54,10 +53,7 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
     if saved:
         resume.check_resumable(saved.state, config, cache)
         if folder.index().finished and resume.ends_alike(saved.state, config.train):
-            print(
-                f"{config.output} is finished: step {saved.state['step']}; for another run choose another output",
-                file=sys.stderr,
-            )
+            say(f"{config.output} is finished: step {saved.state['step']}; for another run choose another output")
             summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
             return summary
     resume.check_names(config, cache)

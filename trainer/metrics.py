@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 import uuid
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from teachercache.console import say, text_console
 from teachercache.errors import UsageError
 from trainer.checkpoint import CheckpointFolder
 from trainer.config import TrainerConfig
@@ -141,7 +140,7 @@ class Screen:
     """Progress for people: a bar on a terminal, a plain line every few seconds elsewhere; all on standard error."""
 
     def __init__(self, *, every_s: float = 5.0) -> None:
-        self._console = Console(stderr=True)
+        self._console = text_console(stderr=True)
         self._every_s, self._last = every_s, 0.0
         self._bar: Progress | None = None
         self._task: Any = None
@@ -155,9 +154,9 @@ class Screen:
     def say(self, text: str) -> None:
         """Print a line."""
         if self._bar:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def update(self, step: int, progress: float, text: str, *, remaining_s: float | None) -> None:
         """Show a step: the share of the run in [0, 1], a text, and the seconds left if they are known."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from teachercache import Cache
+from teachercache.console import note
 from teachercache.errors import UsageError
 from trainer.checkpoint import FINAL, CheckpointFolder
 from trainer.config import TrainConfig, TrainerConfig
@@ -220,4 +220,4 @@ def check_names(config: TrainerConfig, cache: Cache) -> None:
         )
     left_out = sorted(sources - config.data.weights.keys()) if config.data.weights else []
     if left_out:
-        print(f"note: data.weights leaves out the sources {', '.join(left_out)}", file=sys.stderr)
+        note(f"data.weights leaves out the sources {', '.join(left_out)}", "note")

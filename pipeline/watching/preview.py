@@ -10,6 +10,7 @@ from rich.text import Text
 
 from pipeline.corpus.documents import Dropped, extract
 from pipeline.corpus.readers import read_documents
+from teachercache.console import printable
 
 if TYPE_CHECKING:
     from pipeline.running.job import Prepared
@@ -37,16 +38,15 @@ def show_documents(console: Console, prepared: Prepared, count: int) -> None:
                     raise tokens
                 windows = list(encoder.windows(document, tokens))
             except Dropped as drop:
-                console.print(f"{shard.input}@{raw.ordinal}: dropped, {drop}", markup=False)
+                console.print(f"{shard.input}@{raw.ordinal}: dropped, {drop}")
                 continue
             shown += 1
             console.print(
                 f"\n{document.doc_id}  ({document.source}/{document.split}, {len(tokens.ids)} tokens, {len(windows)} windows)",
-                markup=False,
                 style="bold",
             )
             if job.recipe.mode == "generate":
-                text = encoder.backend.decode(tokens.ids[:MOST_TOKENS].tolist(), skip_special_tokens=False)
+                text = printable(encoder.backend.decode(tokens.ids[:MOST_TOKENS].tolist(), skip_special_tokens=False))
                 console.print(Text(text, style="dim") + Text(" … the teacher goes on from here", style="green"))
                 continue
             for window in windows:
@@ -56,7 +56,7 @@ def show_documents(console: Console, prepared: Prepared, count: int) -> None:
                 for is_learned, run in groupby(enumerate(ids), key=lambda item: item[0] in learned):
                     # token by token: a run that begins inside a character would otherwise lose it
                     piece = "".join(encoder.backend.decode([token], skip_special_tokens=False) for _, token in run)
-                    piece = f"«{piece}»" if plain and is_learned else piece
+                    piece = printable(f"«{piece}»" if plain and is_learned else piece)
                     line.append(piece, style="green" if is_learned else "dim")
                 if len(window.input_ids) > MOST_TOKENS:
                     line.append(f" … {len(window.input_ids) - MOST_TOKENS} more", style="cyan")

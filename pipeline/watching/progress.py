@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 
 def say(console: Console, text: str) -> None:
     """Print a line as it is: not wrapped, nothing highlighted, brackets kept."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    console.print(text, soft_wrap=True)
 
 
 class Progress:

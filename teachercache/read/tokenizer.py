@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from teachercache.errors import CorruptFile, MissingObject, UsageError
@@ -41,11 +42,15 @@ def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:
         raise UsageError(
             f"{store.url} holds no tokenizer files; give the folder of the teacher's tokenizer instead."
         ) from error
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "teachercache" / "tokenizers"
-    folder = base / f"{spec.digest[:32]}-{json_digest(index.model_dump(mode='json'))[:16]}"
+    name = f"{spec.digest[:32]}-{json_digest(index.model_dump(mode='json'))[:16]}"
+    base = _kept_folder()
+    if (base / name).is_dir():
+        return base / name
+    if not _writable(base):
+        base = Path(_temporary_folder().name)
+    folder = base / name
     if folder.is_dir():
         return folder
-    base.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=base) as temp:
         fresh = Path(temp) / "files"
         fresh.mkdir()
@@ -57,3 +62,25 @@ def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:
             if not folder.is_dir():  # another process was faster, which is fine
                 raise
     return folder
+
+
+def _kept_folder() -> Path:
+    """Return where this user's programs keep tokenizers; the home of an unknown user is a relative `~`."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "teachercache" / "tokenizers"
+
+
+def _writable(folder: Path) -> bool:
+    if not folder.is_absolute():
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+@cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return this process's folder for what a home that cannot be written does not keep; removed at its end."""
+    return tempfile.TemporaryDirectory(prefix="teachercache-")

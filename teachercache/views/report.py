@@ -6,6 +6,7 @@ import html
 import itertools
 import math
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from rich import filesize
 
+from teachercache.console import printable
 from teachercache.format.objects import ManifestFile
 from teachercache.read.cache import Cache, incomplete_message
 from teachercache.store.ledger import Ledger
@@ -61,14 +63,20 @@ def report(
         _throughput_section(cache),
     ]
     if not data["complete"]:
-        sections.insert(0, f'<p class="warn">{html.escape(incomplete_message(cache))}</p>')
-    page = resources.files("teachercache").joinpath("templates/report.html").read_text(encoding="utf-8")
-    title = html.escape(f"{data['teacher']['name']} · teacher cache")
-    foot = html.escape(
+        sections.insert(0, f'<p class="warn">{escape(incomplete_message(cache))}</p>')
+    template = resources.files("teachercache").joinpath("templates/report.html").read_text(encoding="utf-8")
+    title = escape(f"{data['teacher']['name']} · teacher cache")
+    foot = escape(
         f"{data['url']} · manifest {data['manifest']} of {data['created']} · distributions from {sampled.rows:,} rows "
         f"of {sampled.files} of {len(everything)} files"
     )
-    return page.replace("{{title}}", title).replace("{{body}}", "\n".join(sections)).replace("{{foot}}", foot)
+    parts = {"title": title, "body": "\n".join(sections), "foot": foot}
+    return re.sub(r"\{\{(\w+)\}\}", lambda hole: parts[hole[1]], template)  # in one pass: a name may hold {{body}}
+
+
+def escape(text: str) -> str:
+    """Return text for HTML, in which no character controls a terminal that shows the page's source."""
+    return html.escape(printable(text))
 
 
 def _sample(cache: Cache, entry: ManifestFile, into: Sampled) -> None:
@@ -108,7 +116,7 @@ def _tiles(data: dict[str, Any], sampled: Sampled) -> str:
         (f"mass in the top {data['top_k']}", f"{coverage.mean():.1%}" if coverage.size else "–"),
         ("teacher's perplexity", f"{math.exp(loss.mean()):.2f}" if loss.size else "–"),
     ]
-    cells = "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in tiles)
+    cells = "".join(f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for n, v in tiles)
     return f'<div class="tiles">{cells}</div>'
 
 
@@ -202,7 +210,7 @@ def histogram(values: Floats, title: str, unit: str, *, low: float, high: float 
     for value, a, b in zip(share, edges[:-1], edges[1:], strict=True):
         label = f"{a:.3g} to {b:.3g} {unit}: {value:.1%}"
         box = f'x="{x(a):.1f}" y="{y(value):.1f}" width="{max(x(b) - x(a) - 1, 0.5):.1f}" height="{28 + plot_h - y(value):.1f}"'
-        shapes.append(f'<rect class="bar" {box}><title>{html.escape(label)}</title></rect>')
+        shapes.append(f'<rect class="bar" {box}><title>{escape(label)}</title></rect>')
     for tick in _ticks(low, high):
         shapes.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 14}" text-anchor="middle">{tick:g}</text>')
     for fraction in (0.0, top / 2, top):
@@ -213,8 +221,8 @@ def histogram(values: Floats, title: str, unit: str, *, low: float, high: float 
     median = float(np.median(values))
     if low <= median <= high:
         shapes.append(f'<line class="median" x1="{x(median):.1f}" x2="{x(median):.1f}" y1="24" y2="{28 + plot_h}"/>')
-    name = html.escape(title)
-    caption = f"{name} <small>median {median:.3g} {html.escape(unit)}</small>"
+    name = escape(title)
+    caption = f"{name} <small>median {median:.3g} {escape(unit)}</small>"
     picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{"".join(shapes)}</svg>'
     return f"<figure><figcaption>{caption}</figcaption>{picture}</figure>"
 
@@ -225,7 +233,7 @@ def bars(items: Sequence[tuple[str, float, str]]) -> str:
     cells = []
     for name, size, label in items:
         bar = f'<i style="width:{100 * size / longest:.1f}%"></i>'
-        cells.append(f"<span>{html.escape(name)}</span><div>{bar}</div><em>{html.escape(label)}</em>")
+        cells.append(f"<span>{escape(name)}</span><div>{bar}</div><em>{escape(label)}</em>")
     return f'<div class="bars">{"".join(cells)}</div>'
 
 
@@ -237,11 +245,11 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _section(title: str, body: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, code: bool = False) -> str:
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)
     kind = ' class="code"' if code else ""
     return f'<div class="scroll"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'

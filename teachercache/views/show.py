@@ -66,7 +66,7 @@ def print_summary(cache: Cache, console: Console) -> None:
         "shards": f"{m.shards_committed} of {m.shards_planned} planned committed, {m.shards_quarantined} in quarantine",
         "drops": ", ".join(f"{reason} {count:,}" for reason, count in m.drops.items()) or "none",
     }.items():
-        grid.add_row(Text(name, style="bold"), Text(str(value)))
+        grid.add_row(Text(name, style="bold"), str(value))
     numbers = ("files", "documents", "records", "tokens", "rows", "bytes")
     columns: tuple[Column | str, ...] = ("split", "source", *(Column(name, justify="right") for name in numbers))
     parts = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -74,7 +74,7 @@ def print_summary(cache: Cache, console: Console) -> None:
         parts.add_row(part["split"], part["source"], *(f"{part[name]:,}" for name in numbers))
     console.print(Group(grid, Text(""), parts))
     if not m.complete:
-        console.print(Text(incomplete_message(cache), style="yellow"))
+        console.print(incomplete_message(cache), style="yellow")
 
 
 class TokenText:
@@ -132,7 +132,7 @@ def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> Renderab
         Column(f"teacher's {top} best", overflow="fold"), Column("outside K", justify="right", style="dim"),
     )  # fmt: skip
     layout: dict[str, Any] = {"header_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
-    table = Table(*columns, title=Text(title), title_justify="left", **layout)
+    table = Table(*columns, title=title, title_justify="left", **layout)
     for row in rows:
         best = Text()
         for item in row["best"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.table import Column, Table
+from rich.text import Text
 
-from teachercache.console import print_json, progress_bar, run_cli, stop_on_signals
+from teachercache.console import note, print_json, printable, progress_bar, run_cli, say, stop_on_signals, text_console
 from teachercache.errors import CorruptFile, UsageError
 from tests.waiting import wait_for
 
@@ -108,6 +112,76 @@ def test_json_is_printed_whole_or_on_one_line(capsys):
     print_json({"name": "é"})
     print_json({"name": "é"}, indent=None)
     assert capsys.readouterr().out == '{\n  "name": "é"\n}\n{"name": "é"}\n'
+
+
+# A document's id that would set a terminal's title and colours, clear it and turn its letters round; and rich's markup.
+HOSTILE = "d\x1b]0;owned\x1b\\\x1b[31mred\x1b[2J\x9b\u202ei\u2066 [/b]:smile:\x07\x7f\ud800\u2028"
+OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def test_what_a_terminal_would_obey_becomes_a_visible_escape():
+    assert printable(HOSTILE) == (
+        r"d\x1b]0;owned\x1b" + "\\" + r"\x1b[31mred\x1b[2J\x9b\u202ei\u2066 [/b]:smile:\x07\x7f\ud800\u2028"
+    )
+    plain = "é 漢字 العربية 👩\u200d👩 [b] two\nlines"
+    assert printable(plain) == plain
+    assert all(OBEYED.search(printable(chr(code))) is None for code in range(0x10000))
+
+
+def table(console):
+    shown = Table(Column("id"), title=HOSTILE)
+    shown.add_row(HOSTILE)
+    shown.add_row(Text(HOSTILE, style="green"))
+    console.print(shown)
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda: text_console().print(HOSTILE),
+        lambda: text_console(stderr=True).print(Text(HOSTILE)),
+        lambda: table(text_console()),
+        lambda: say(HOSTILE),
+        lambda: note(HOSTILE),
+    ],
+    ids=["a string", "a text", "a table", "say", "note"],
+)
+def test_every_way_of_printing_escapes_it_and_keeps_markup(show, capsys):
+    show()
+    said = "".join(capsys.readouterr())
+    assert OBEYED.search(said) is None
+    assert "[/b]:smile:" in said
+    assert r"\x1b[2J" in said
+
+
+def test_an_error_that_quotes_it_is_harmless_and_json_has_its_own_escapes(capsys):
+    _, said = run(raiser(UsageError(HOSTILE)), capsys)
+    assert OBEYED.search(said) is None
+    print_json({"id": HOSTILE})
+    out = capsys.readouterr().out
+    assert OBEYED.search(out) is None
+    assert json.loads(out) == {"id": HOSTILE}
+
+
+def test_no_module_makes_a_console_that_prints_text_as_it_comes():
+    sources = (path for room in ("teachercache", "pipeline", "trainer") for path in (ROOT / room).rglob("*.py"))
+    making = {path.name for path in sources if re.search(r"\bConsole\(", path.read_text(encoding="utf-8"))}
+    assert not making
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_stream_that_is_not_utf_8_gets_replacement_characters_and_whole_json(encoding):
+    code = (
+        "import typer\nfrom teachercache.console import print_json, run_cli, say, text_console\napp = typer.Typer()\n"
+        "@app.command()\ndef go():\n    text_console().print('≈ 3 → é')\n    say('≈ 3 → é', stderr=False)\n"
+        "    say('→')\n    print_json({'x': '→😀'}, indent=None)\nrun_cli(app, [])\n"
+    )
+    env = dict(os.environ, PYTHONIOENCODING=encoding)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.decode(encoding).splitlines()
+    assert lines == ["≈ 3 → é".encode(encoding, "replace").decode(encoding)] * 2
+    assert json.loads(last) == {"x": "→😀"}
 
 
 def test_a_signal_sets_the_event_and_a_second_one_is_as_before():

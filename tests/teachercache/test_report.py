@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 import teachercache
+from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.views.report import report
 from tests.teachercache.caches import PAGE_SPEC, page_cache
 
@@ -37,6 +38,19 @@ def test_the_page_asks_the_network_for_nothing_and_escapes_what_it_shows(cache):
         'name="viewport"',
     ):
         assert text in page
+
+
+def test_a_name_like_a_hole_of_the_template_or_with_control_characters_is_only_shown(tmp_path):
+    writer = teachercache.create(tmp_path, synthetic_spec(name="{{body}}{{foot}}\x1b[2J"))
+    writer.commit(
+        "a", synthetic_records(writer.spec, 1), provenance={"shard_seconds": 1.0, "engine": "e\x1b\x9b\u202e"}
+    )
+    writer.publish()
+    page = report(teachercache.open(tmp_path))
+    assert page.count("<section>") == 6
+    assert r"{{body}}{{foot}}\x1b[2J" in page
+    assert r"e\x1b\x9b\u202e on ?" in page
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", page)
 
 
 def test_an_empty_cache_has_a_page_too(tmp_path):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
-
+from teachercache.console import text_console
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.views.show import head_table
 
 SPEC = synthetic_spec()
 
 
-def test_a_document_named_like_markup_is_shown_by_its_name():
+def test_a_document_named_like_markup_is_shown_by_its_name(capsys):
     (record,) = synthetic_records(SPEC, 1, prefix="app/[id]/[/b]")
-    console = Console(file=io.StringIO(), width=200)
-    console.print(head_table(record, [], 3))
-    assert "[id]/[/b]" in console.file.getvalue()
+    text_console().print(head_table(record, [], 3))
+    assert "[id]/[/b]" in capsys.readouterr().out

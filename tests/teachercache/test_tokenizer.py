@@ -35,3 +35,16 @@ def test_a_cache_carries_its_tokenizer_and_a_reader_checks_it(teacher, tmp_path,
     shutil.rmtree(tmp_path / "xdg")
     with pytest.raises(teachercache.errors.CorruptFile, match="does not have the digest"):
         teachercache.open(tmp_path / "cache").tokenizer_path()
+
+
+@pytest.mark.parametrize("home", ["/proc/nonexistent", "no-slash"])
+def test_a_home_that_cannot_be_written_is_no_reason_to_fail(teacher, tmp_path, monkeypatch, home):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.chdir(tmp_path)
+    spec = spec_of(teacher)
+    teachercache.create(tmp_path / "cache", spec, tokenizer_files=teacher).publish()
+    folder = teachercache.open(tmp_path / "cache").tokenizer_path()
+    assert fingerprint_tokenizer(folder) == spec.tokenizer
+    assert teachercache.open(tmp_path / "cache").tokenizer_path() == folder
+    assert not (tmp_path / "no-slash").exists()

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from teachercache.console import text_console
 from trainer.bench.shapes import HEADS, LENGTHS, METHODS, SHAPES
 
 Device = Annotated[str, typer.Option(help="cuda or cpu. Default: cuda if there is one.")]
@@ -45,7 +46,6 @@ def bench_loss(
     Example: teachercache bench-loss --rows 2048 --method fused --out build/bench
     """
     import torch
-    from rich.console import Console
 
     from trainer.bench import loss
     from trainer.bench.measure import machine, save
@@ -67,7 +67,7 @@ def bench_loss(
     _check_known("head", heads, HEADS)
     _check_known("method", names, METHODS)
     _check_known("dtype", [number], ("bfloat16", "float16", "float32"))
-    console = Console()
+    console = text_console()
 
     def report(result: loss.LossFigures) -> None:
         if not as_json:
@@ -111,7 +111,6 @@ def bench_step(
     """
     _check_known("shape", [shape], SHAPES)
     import torch
-    from rich.console import Console
 
     from trainer.bench import step
     from trainer.bench.measure import machine, save
@@ -132,4 +131,4 @@ def bench_step(
     if as_json:
         print(json.dumps(report))
     else:
-        Console().print(step.table(results, f"{shape} on {report['machine']}"))
+        text_console().print(step.table(results, f"{shape} on {report['machine']}"))
