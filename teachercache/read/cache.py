@@ -29,7 +29,7 @@ def open(
     numbers = ledger.manifest_numbers()
     if not numbers:
         raise NotACache(
-            f"{store.url} has no manifest yet; expected a published cache: wait for its job, or publish it."
+            f"{store.where} has no manifest yet; expected a published cache: wait for its job, or publish it."
         )
     number = numbers[-1] if manifest is None else manifest
     if number not in numbers:

@@ -50,7 +50,7 @@ class Ledger:
                 self._spec = read_sealed(self.store, CacheSpec, layout.SPEC)
             except MissingObject as error:
                 raise NotACache(
-                    f"{self.store.url} is not a teacher cache: it has no {layout.SPEC}; "
+                    f"{self.store.where} is not a teacher cache: it has no {layout.SPEC}; "
                     "`teachercache ls` lists the caches below a URL."
                 ) from error
         return self._spec

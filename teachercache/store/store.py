@@ -40,17 +40,20 @@ from teachercache.errors import (
 )
 from teachercache.format import layout
 from teachercache.format.sealed import MAX_JSON_BYTES
-from teachercache.store.failures import classify, explain
+from teachercache.store.failures import classify, endpoint_of, error_code, explain, http_status
 
 _NO_LINKS_ERRNO = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 T = TypeVar("T")
-TRIES = 5
+TRIES = 8  # 9 s of waiting between them, besides what the client waits itself
+FIRST_ANSWER_S = 10.0  # a store that never answered is given up after this time
 BLOCK = 2**22
 DOWNLOAD_BYTES = 2**23
 S3_CONFIG = {
-    "connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 4, "mode": "standard"},
+    "connect_timeout": 3, "read_timeout": 60, "retries": {"total_max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 32,
 }  # fmt: skip
+_EMPTY_CODES = {"InvalidRange", "416"}  # a range of an object without a byte
+_TOO_LONG = "{path} is {size} bytes long, above the limit of {limit}; it is not what it claims to be."
 _LOCAL_TEMP = ".tmp-"
 _SECRET_IN_QUERY = re.compile(r"[?&][^=&]*(key|secret|token|signature|credential|password|sig)[^=&]*=", re.IGNORECASE)
 _NO_CREDENTIALS = (
@@ -92,7 +95,8 @@ class Store:
         self, fs: fsspec.AbstractFileSystem, root: str, url: str, *, sleep: Callable[[float], None] = time.sleep
     ):
         """Use a file system below `root`; `url` is what messages call it. `Store.open` finds all three from a URL."""
-        self._fs, self._pid = fs, os.getpid()
+        self._fs, self._pid = _once(fs), os.getpid()
+        self.answered = False  # whether the store ever answered anything
         self.root = root.rstrip("/")
         self.url = url.rstrip("/")
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
@@ -119,7 +123,10 @@ class Store:
             options.setdefault("skip_instance_cache", True)
             options["config_kwargs"] = S3_CONFIG | dict(options.get("config_kwargs", {}))
         elif scheme not in ("file", "local"):
-            raise UsageError(f"{scheme}:// is not supported; expected s3://, file:// or a plain path, found {url!r}.")
+            raise UsageError(
+                f"{scheme}:// is not supported; expected s3://, file:// or a plain path, found {url!r}. "
+                "deploy/storage/README.md says how other stores are reached."
+            )
         if "://" not in url:  # the path as it is: no reader of these URLs takes %20 for a blank
             url = f"file://{Path(url).expanduser().absolute()}"
         fs = fsspec.filesystem(scheme, **options)  # not url_to_fs, which sees a chain of file systems in "::"
@@ -132,12 +139,25 @@ class Store:
     def fs(self) -> fsspec.AbstractFileSystem:
         """Return the file system; a new one in a forked child, which must not use its parent's sockets."""
         if self._pid != os.getpid():
-            self._fs, self._pid = pickle.loads(pickle.dumps(self._fs)), os.getpid()
+            self._fs, self._pid = _once(pickle.loads(pickle.dumps(self._fs))), os.getpid()
         return self._fs
 
     def child(self, path: str) -> Store:
         """Return the same file system, rooted deeper."""
-        return Store(self.fs, f"{self.root}/{path.strip('/')}", f"{self.url}/{path.strip('/')}", sleep=self._sleep)
+        path = path.strip("/")
+        found = Store(self.fs, f"{self.root}/{path}", f"{self.url}/{path}", sleep=self._sleep)
+        found.answered = self.answered
+        return found
+
+    @property
+    def endpoint(self) -> str:
+        """Return what the store's messages call the server that is asked; empty for a local path."""
+        return "" if self.is_local else endpoint_of(self._fs)
+
+    @property
+    def where(self) -> str:
+        """Return the URL and, of an object store, the endpoint: what a message about something missing names."""
+        return self.url if self.is_local else f"{self.url} at {self.endpoint}"
 
     # ---- verbs -------------------------------------------------------------------------------------------------
 
@@ -149,14 +169,16 @@ class Store:
         check it only on a plain PUT are common; that is why data files carry their attempt in their name, and only
         small objects (commits, manifests) decide races.
         """
+        began = time.monotonic()
         for attempt in range(TRIES):
             try:
                 self._put(path, data, new=True)
+                self.answered = True
                 return
             except Exception as error:
                 kind = classify(error)
-                if kind not in ("exists", "transient"):
-                    raise self._explained(error, path) from error
+                if kind not in ("exists", "transient") or self._is_given_up(error, began):
+                    raise self._explained(error, path, creating=True) from error
                 last = error
             found = self._compare(path, data)
             if found == "ours":
@@ -176,13 +198,13 @@ class Store:
         self._retry(path, lambda: self._put(path, data, new=False))
 
     def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """Return the whole object, refused above `max_bytes` before anything is allocated."""
-        size = self.head(path).size
-        if size > max_bytes:
-            raise UnsafeManifest(
-                f"{path} is {size:,} bytes long, above the limit of {max_bytes:,}; it is not what it claims to be."
-            )
-        return self._retry(path, lambda: _whole(self.fs.cat_file(self._full(path)), size))
+        """Return the whole object in one request; UnsafeManifest above `max_bytes`, of which no more is read."""
+        if self.is_local and (size := self.head(path).size) > max_bytes:  # a stat costs nothing
+            raise UnsafeManifest(_TOO_LONG.format(path=path, size=f"{size:,}", limit=f"{max_bytes:,}"))
+        data = self._retry(path, lambda: self._first_bytes(path, max_bytes + 1))
+        if len(data) > max_bytes:
+            raise UnsafeManifest(_TOO_LONG.format(path=path, size=f"more than {max_bytes:,}", limit=f"{max_bytes:,}"))
+        return data
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of an object that is at least that long; a short answer is asked for again."""
@@ -203,7 +225,7 @@ class Store:
         """Return size and time of an object; MissingObject where there is none."""
         info = self._retry(path, lambda: self.fs.info(self._full(path)))
         if info["type"] != "file":
-            raise MissingObject(f"{self.url}/{path} does not exist.")
+            raise MissingObject(f"{self.url}/{path} does not exist{'' if self.is_local else f' at {self.endpoint}'}.")
         return ObjectInfo(path, int(info["size"]), _modified(info))
 
     def exists(self, path: str) -> bool:
@@ -280,7 +302,9 @@ class Store:
         try:
             self._retry(bucket, lambda: self.fs.call_s3("head_bucket", Bucket=bucket))
         except MissingObject as error:
-            raise UsageError(f"the bucket s3://{bucket} does not exist; create it or correct the URL.") from error
+            raise UsageError(
+                f"the bucket s3://{bucket} does not exist at {self.endpoint}; create it or correct the URL."
+            ) from error
 
     def _probe_create(self, path: str, racers: Sequence[bytes], late: Sequence[bytes]) -> None:
         def won(data: bytes) -> bool:
@@ -295,12 +319,21 @@ class Store:
         winners += [data for data in late if won(data)]
         if len(winners) != 1 or self._compare(path, winners[0]) != "ours":
             raise StoreUnsafe(
-                f"{self.url} ignores conditional writes (If-None-Match: *): {len(winners)} of {len(racers) + len(late)} "
+                f"{self.where} ignores conditional writes (If-None-Match: *): {len(winners)} of {len(racers) + len(late)} "
                 "creates of one object succeeded, so writers would overwrite each other; use a store that honours them "
                 "(AWS S3, MinIO, Ceph, R2, GCS)."
             )
 
     # ---- one I/O each ------------------------------------------------------------------------------------------
+
+    def _first_bytes(self, path: str, count: int) -> bytes:
+        """Return at most `count` bytes by one range request; s3fs asks for the size first where the whole is wanted."""
+        try:
+            return bytes(self.fs.cat_file(self._full(path), start=0, end=count))
+        except Exception as error:
+            if error_code(error) in _EMPTY_CODES:
+                return b""
+            raise
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}"
@@ -320,24 +353,34 @@ class Store:
         try:
             if self.head(path).size != size:
                 return "other"
+            if not size:
+                return "ours"
             if isinstance(data, bytes):
-                return "ours" if self.read(path, max_bytes=size) == data else "other"
+                return "ours" if self.read_range(path, 0, size) == data else "other"
             return "ours" if sha256_file(data) == self.download(path, size) else "other"
         except MissingObject:
             return "absent"
 
     def _retry(self, path: str, operation: Callable[[], T]) -> T:
+        began = time.monotonic()
         for attempt in range(TRIES):
             try:
-                return operation()
+                result = operation()
+                self.answered = True
+                return result
             except Exception as error:
-                if classify(error) != "transient" or attempt == TRIES - 1:
+                if classify(error) != "transient" or attempt == TRIES - 1 or self._is_given_up(error, began):
                     raise self._explained(error, path) from error
                 self._sleep(min(0.1 * 2**attempt, 3.0))
         raise AssertionError("unreachable")
 
-    def _explained(self, error: Exception, path: str) -> Exception:
-        return explain(error, self.url, path, local=self.is_local)
+    def _is_given_up(self, error: Exception, began: float) -> bool:
+        """Return whether a store that never answered has had its time: whoever typed a wrong endpoint is waiting."""
+        self.answered = self.answered or http_status(error) is not None
+        return not self.answered and time.monotonic() - began >= FIRST_ANSWER_S
+
+    def _explained(self, error: Exception, path: str, *, creating: bool = False) -> Exception:
+        return explain(error, self.url, path, local=self.is_local, endpoint=self.endpoint, creating=creating)
 
 
 class _RangeFile(io.RawIOBase):
@@ -369,6 +412,13 @@ class _RangeFile(io.RawIOBase):
         data = self._store.read_range(self._path, self._at, stop)
         self._at += len(data)
         return data
+
+
+def _once(fs: fsspec.AbstractFileSystem) -> fsspec.AbstractFileSystem:
+    """Return the file system without its own retries: botocore's and ours would multiply with them to minutes."""
+    if "s3" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+        fs.retries = 1
+    return fs
 
 
 def _put_local(target: Path, data: bytes | Path, *, new: bool) -> None:
