@@ -14,6 +14,9 @@ from trainer.losses.options import LossOptions
 from trainer.losses.row_math import divergence, mixed, student_logits
 from trainer.losses.rows import TeacherRows
 
+IMPOSSIBLE = -1e30
+"""The logarithm of an outcome that is none: its exponential is 0, and 0 times it is no NaN."""
+
 
 def dense_losses(
     raw_logits: Tensor, bias: Tensor | None, rows: TeacherRows, labels: Tensor | None, options: LossOptions
@@ -36,26 +39,25 @@ def dense_losses(
             total = torch.logaddexp(total, log_s_tail) if has_tail else total
             log_s, log_s_tail = log_s.sub_(total[:, None]), log_s_tail - total
         s, s_tail = log_s.exp(), log_s_tail.exp() * has_tail
-        log_s.masked_fill_(~cached, 0.0)
+        log_s.masked_fill_(~cached, IMPOSSIBLE)
+        log_s_tail = log_s_tail if has_tail else torch.full_like(log_s_tail, IMPOSSIBLE)
 
-    # The student's outcomes: log r = z / T - lse on S and log_r_tail off S, where lse normalises them.
+    # The student's outcomes are the cached ids and, with a tail, the logsumexp of what is outside them.
     scaled = z if t == 1.0 else z / t
     if has_tail:
         outside = torch.logsumexp(z.masked_fill(cached, -math.inf), dim=1) / t
-        lse_r = torch.logaddexp(torch.logsumexp(scaled.masked_fill(~cached, -math.inf), dim=1), outside)
-        log_r_tail = outside - lse_r
+        on_cached = scaled.masked_fill(~cached, IMPOSSIBLE)
+        lse_r = torch.logaddexp(torch.logsumexp(on_cached, dim=1), outside)
     else:
+        on_cached, outside = scaled, torch.full_like(log_s_tail, IMPOSSIBLE)
         lse_r = torch.logsumexp(scaled, dim=1)
-        log_r_tail = torch.zeros_like(lse_r)
 
     if options.effective_divergence == "forward":  # without a grid of log r
         kd = (s * log_s).sum(dim=1) - (s * scaled).sum(dim=1) + s.sum(dim=1) * lse_r
-        kd = kd + s_tail * (log_s_tail - log_r_tail)
+        kd = kd + (s_tail * (log_s_tail - (outside - lse_r)) if has_tail else 0.0)
     else:
-        log_r = (scaled - lse_r[:, None]).masked_fill(~cached, 0.0)
-        r, r_tail = log_r.exp() * cached, log_r_tail.exp() * has_tail
-        kd = divergence(s, log_s, r, log_r, options)
-        kd = kd + divergence(s_tail[:, None], log_s_tail[:, None], r_tail[:, None], log_r_tail[:, None], options)
+        log_s = torch.cat([log_s, log_s_tail[:, None]], dim=1)
+        kd = divergence(log_s, torch.cat([on_cached, outside[:, None]], dim=1), options)
 
     lse = z_label = None
     if options.ce_weight or options.z_loss:

@@ -9,13 +9,18 @@ keeps everything finite when the student leaves no mass outside (q_t -> 0 while 
 With s the teacher's and r the student's tempered vector over the outcomes, log r = log_softmax(y / T),
 D(s, r) the divergence and e_j = dD/dlog r_j:   dL/dy_j = T (e_j - r_j * sum(e)),   L = T^2 D.
 
-`row_loss` lets autograd find the gradient, `row_loss_and_grad` writes it out; a test compares them.
+For reverse KL and JSD e_j = r_j g_j, so the gradient is r_j (g_j - mean of g under r). Where one outcome has nearly all
+of the student's mass, as "anything else" has for an untrained student, its g is that mean to rounding. So every g is
+measured from that outcome's: its own gradient becomes -r_j * sum over the others of r_i (g_i - g_j), which cancels
+nothing.
+
+`row_loss` lets autograd find the rest of the gradient, `row_loss_and_grad` writes it out; a test compares them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,16 +61,56 @@ def log_mixture(log_s: Tensor, log_r: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_s + math.log(beta), log_r + math.log1p(-beta))
 
 
-def divergence(s: Tensor, log_s: Tensor, r: Tensor, log_r: Tensor, options: LossOptions) -> Tensor:
-    """Return D(teacher s, student r), summed over dim 1; where s or r is 0, its logarithm must be finite."""
-    name = options.effective_divergence
+def _gaps(log_s: Tensor, log_r: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Return g = log r - log s (of JSD log r - log m), less its value at the likeliest outcome, and that value [n, 1]."""
+    gap = log_r - log_s
+    if options.effective_divergence == "jsd":  # log r - log m of numbers that may be small, not from large ones
+        gap = -log_mixture(-gap, torch.zeros_like(gap), options.jsd_beta)
+    anchor = gap.gather(1, log_r.argmax(dim=1, keepdim=True))
+    return gap - anchor, anchor
+
+
+def divergence_and_grad(log_s: Tensor, log_y: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Return D(teacher s, student softmax(log_y)) [n], and its gradient with respect to log_y [n, outcomes].
+
+    No logarithm may be infinite: an outcome that is impossible has -1e30.
+    """
+    log_r = torch.log_softmax(log_y, dim=1)
+    s, r = log_s.exp(), log_r.exp()
+    name, beta = options.effective_divergence, options.jsd_beta
     if name == "forward":
-        return (s * (log_s - log_r)).sum(dim=1)
+        return (s * (log_s - log_r)).sum(dim=1), r - s
+    gap, anchor = _gaps(log_s, log_r, options)
+    mean = (r * gap).sum(dim=1, keepdim=True)
+    student, grad = (mean + anchor)[:, 0], r * (gap - mean)
     if name == "reverse":
-        return (r * (log_r - log_s)).sum(dim=1)
-    beta = options.jsd_beta
-    log_m = log_mixture(log_s, log_r, beta)
-    return beta * (s * (log_s - log_m)).sum(dim=1) + (1 - beta) * (r * (log_r - log_m)).sum(dim=1)
+        return student, grad
+    teacher = (s * (log_s - log_mixture(log_s, log_r, beta))).sum(dim=1)
+    return beta * teacher + (1 - beta) * student, (1 - beta) * grad
+
+
+class _Divergence(torch.autograd.Function):
+    """`divergence_and_grad` for autograd, which would form the gradient by terms that cancel; differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, log_y: Tensor, log_s: Tensor, options: LossOptions) -> Tensor:
+        ctx.save_for_backward(log_y, log_s)
+        ctx.options = options
+        return divergence_and_grad(log_s, log_y, options)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        log_y, log_s = ctx.saved_tensors
+        return grads[0][:, None] * divergence_and_grad(log_s, log_y, ctx.options)[1], None, None
+
+
+def divergence(log_s: Tensor, log_y: Tensor, options: LossOptions) -> Tensor:
+    """Return D(teacher s, student softmax(log_y)) [n], differentiable in log_y. No logarithm may be infinite."""
+    if options.effective_divergence == "forward":
+        log_r = torch.log_softmax(log_y, dim=1)
+        return (log_s.exp() * (log_s - log_r)).sum(dim=1)
+    value: Tensor = _Divergence.apply(log_y, log_s, options)  # type: ignore[no-untyped-call]
+    return value
 
 
 def row_loss(
@@ -79,8 +124,7 @@ def row_loss(
     y = torch.cat([z_topk, outside_lse[:, None]], dim=1) if has_outside else z_topk
     lse = torch.logsumexp(y, dim=1)
     if options.tail == "bucket":
-        log_r = torch.log_softmax(y / t, dim=1)
-        kd = divergence(log_s.exp(), log_s, log_r.exp(), log_r, options)
+        kd = divergence(log_s, y / t, options)
     else:
         kd = (log_s.exp() * (log_s - (z_topk - lse[:, None]))).sum(dim=1)
     return mixed(kd, lse, z_label, options)
@@ -111,21 +155,11 @@ def row_loss_and_grad(
     lse = torch.logsumexp(y, dim=1)
     log_q = y - lse[:, None]
     q = log_q.exp()
-    s = log_s.exp()
     if options.tail == "bucket":
-        log_r = torch.log_softmax(y / t, dim=1)
-        r = log_r.exp()
-        kd = divergence(s, log_s, r, log_r, options)
-        name = options.effective_divergence
-        if name == "forward":
-            grad = r - s
-        elif name == "reverse":
-            grad = r * (log_r - log_s - kd[:, None])
-        else:
-            gap = log_r - log_mixture(log_s, log_r, options.jsd_beta)
-            grad = (1 - options.jsd_beta) * r * (gap - (r * gap).sum(dim=1)[:, None])
+        kd, grad = divergence_and_grad(log_s, y / t, options)
     else:
         # logit_scale is 1/T here: T^2 of the loss and 1/T of the scaled logits leave one T.
+        s = log_s.exp()
         kd = (s * (log_s - log_q[:, :k])).sum(dim=1)
         grad = q * s.sum(dim=1, keepdim=True)
         grad[:, :k] -= s

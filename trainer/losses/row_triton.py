@@ -134,28 +134,34 @@ def _kd(
             if HAS_T:
                 kd += s_t * (log_s_t - log_r_t)
                 grad_t = r_t - s_t
-        elif DIVERGENCE == 1:
-            gap = tl.where(in_k, log_r - log_s, 0.0)
-            kd = tl.sum(r * gap, axis=0)
-            if HAS_T:
-                gap_t = log_r_t - log_s_t
-                kd += r_t * gap_t
-                grad_t = r_t * (gap_t - kd)
-            grad = r * (gap - kd)
         else:
-            log_m = _logaddexp(log_s + log_beta, log_r + log_rest)
-            gap = tl.where(in_k, log_r - log_m, 0.0)
-            student = tl.sum(r * gap, axis=0)
-            teacher = tl.sum(tl.where(in_k, s * (log_s - log_m), 0.0), axis=0)
-            gap_t = 0.0
+            # The gaps are measured from the likeliest outcome's: see row_math.py.
+            gap = tl.where(in_k, log_r - log_s, 0.0)
+            gap_t = log_r_t - log_s_t
+            teacher = 0.0
+            if DIVERGENCE == 2:
+                below, below_t = gap, gap_t
+                gap = tl.where(in_k, -_logaddexp(log_beta - below, log_rest), 0.0)
+                gap_t = -_logaddexp(log_beta - below_t, log_rest)
+                teacher = tl.sum(tl.where(in_k, s * (gap - below), 0.0), axis=0)
+                if HAS_T:
+                    teacher += s_t * (gap_t - below_t)
+            top = tl.max(r, axis=0)
+            anchor = tl.max(tl.where(in_k & (r == top), gap, -float("inf")), axis=0)
             if HAS_T:
-                log_m_t = _logaddexp(log_s_t + log_beta, log_r_t + log_rest)
-                gap_t = log_r_t - log_m_t
-                student += r_t * gap_t
-                teacher += s_t * (log_s_t - log_m_t)
-                grad_t = (1.0 - beta) * r_t * (gap_t - student)
-            kd = beta * teacher + (1.0 - beta) * student
-            grad = (1.0 - beta) * r * (gap - student)
+                anchor = tl.where(r_t > top, gap_t, anchor)
+                gap_t -= anchor
+            gap -= anchor
+            mean = tl.sum(r * gap, axis=0)
+            if HAS_T:
+                mean += r_t * gap_t
+                grad_t = r_t * (gap_t - mean)
+            grad = r * (gap - mean)
+            kd = mean + anchor
+            if DIVERGENCE == 2:
+                kd = beta * teacher + (1.0 - beta) * kd
+                grad *= 1.0 - beta
+                grad_t *= 1.0 - beta
     else:
         if TAIL == 1:
             log_s = logprobs

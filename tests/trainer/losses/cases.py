@@ -94,6 +94,28 @@ def make_case(
     return Case(to[0], to[1], rows.to(device), to[2], to[3], vocab_size)  # type: ignore[arg-type]
 
 
+MODE_SEEKING: tuple[dict, ...] = (
+    {"divergence": "reverse"},
+    *({"divergence": "jsd", "jsd_beta": beta} for beta in (0.1, 0.5, 0.9)),
+)
+
+
+def one_sided_case(*, on_cached: bool = False, seed: int = 0, device: str = "cpu", dtype: torch.dtype) -> Case:
+    """A student with nearly all its mass on one outcome: an untrained one outside the K, or a sure one on a cached id.
+
+    The other outcomes hold 1e-4 to 1e-2 of it: their gradients are what float32 must not lose.
+    """
+    g = torch.Generator().manual_seed(seed)
+    n, d, v = 5, 24, 50_257
+    hidden, head_weight = torch.randn(n, d, generator=g) * 2, torch.randn(v, d, generator=g) * 0.5
+    rows = TeacherRows.from_logits(torch.randn(n, v, generator=g) * 3, 100)
+    if on_cached:
+        first = rows.topk_ids[:, 0]
+        head_weight[first] = hidden * (24.0 / hidden.square().sum(dim=1, keepdim=True))
+    labels = torch.zeros(n, dtype=torch.long, device=device)
+    return Case(hidden.to(device, dtype), head_weight.to(device, dtype), rows.to(device), labels, None, None)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Loss and gradients, all float64 on the CPU; the bias's is None where there is none."""

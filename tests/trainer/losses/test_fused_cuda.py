@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer.losses.cases import accepted_kd, accepted_with_mix, exact, input_variants, kd_name, make_case, run
+from tests.trainer.losses.cases import (
+    MODE_SEEKING,
+    accepted_kd,
+    accepted_with_mix,
+    exact,
+    input_variants,
+    kd_name,
+    make_case,
+    one_sided_case,
+    run,
+)
 from trainer.losses import TeacherRows, kl_loss
 
 pytestmark = [
@@ -83,6 +93,21 @@ def test_extreme_logits_are_finite_and_right() -> None:
             assert torch.isfinite(ours.head_weight).all()
             # Float32 logits of this size carry 1e-7 of it as an absolute error, which no softmax can undo.
             assert ours.relative_error(truth, scale=exact(case, {})) <= 1e-4 + 2e-6 * scale, (scale, kd)
+
+
+@pytest.mark.parametrize("on_cached", [False, True], ids=["untrained", "sure"])
+def test_a_student_with_all_its_mass_on_one_outcome_is_as_right_as_dense(on_cached: bool) -> None:
+    for options in MODE_SEEKING:
+        case = one_sided_case(on_cached=on_cached, device="cuda", dtype=torch.float32)
+        error = run(case, options).relative_error(exact(case, options))
+        assert error <= FP32_BAR, (options, error)
+        case = one_sided_case(on_cached=on_cached, device="cuda", dtype=torch.bfloat16)
+        truth = exact(case, options, upstream=1.0)
+        fused, dense = (
+            run(case, options, upstream=1.0, method=method).relative_error(truth) for method in ("fused", "dense")
+        )
+        print(f"{options}: fp32 {error:.1e}, bf16 {fused:.1e}, dense {dense:.1e}")
+        assert fused <= 1.2 * dense, (options, fused, dense)
 
 
 def _large() -> tuple[torch.Tensor, torch.Tensor, TeacherRows]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer.losses.cases import accepted_kd, exact, make_case, run
+from tests.trainer.losses.cases import MODE_SEEKING, accepted_kd, exact, make_case, one_sided_case, run
 from trainer.losses import TeacherRows, kl_loss
 
 
@@ -223,3 +223,15 @@ def test_a_teacher_whose_top_k_hold_all_its_mass_to_rounding() -> None:
     sharp = replace(case, rows=rows)
     for kd in accepted_kd():
         assert run(sharp, kd, chunk_size=5).relative_error(exact(sharp, kd)) <= 5e-6, kd
+
+
+@pytest.mark.parametrize("on_cached", [False, True], ids=["untrained", "sure"])
+@pytest.mark.parametrize("options", MODE_SEEKING, ids=lambda o: f"{o['divergence']}{o.get('jsd_beta', '')}")
+def test_a_student_with_all_its_mass_on_one_outcome_keeps_its_digits(options: dict, on_cached: bool) -> None:
+    """The mean of log r - log s is that outcome's own to rounding: their difference must not be taken."""
+    for seed in (0, 1):
+        case = one_sided_case(on_cached=on_cached, seed=seed, dtype=torch.float32)
+        truth = exact(case, options)
+        for method in ("fused", "forward_chunked", "dense"):
+            error = run(case, options, method=method).relative_error(truth)
+            assert error <= 5e-6, (method, seed, error)
