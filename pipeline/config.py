@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from teachercache import configfile
 from teachercache.format.layout import NAME
-from teachercache.store.store import refuse_credentials
+from teachercache.store.store import check_url
 
 Kind = Literal["text", "messages", "input_ids", "prompt"]  # what a document is
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
@@ -106,6 +106,24 @@ class Fields(_Strict):
         return "text" if self.text is None else self.text
 
 
+class StorageConfig(_Strict):
+    """Where a corpus's object store is and by whose rights it is read; keys come from the environment or a profile."""
+
+    endpoint: str | None = Field(None, description="URL of the store's endpoint; AWS_ENDPOINT_URL by default")
+    profile: str | None = Field(None, description="profile of ~/.aws whose keys and region are used")
+    anonymous: bool = Field(False, description="send no signature: for public buckets")
+
+    @model_validator(mode="after")
+    def _plain(self) -> StorageConfig:
+        if self.endpoint is not None:
+            check_url(self.endpoint)
+            if not self.endpoint.startswith(("http://", "https://")):
+                raise ValueError("corpora.N.storage.endpoint: expected http://host:port or https://host")
+        if self.anonymous and self.profile is not None:
+            raise ValueError("corpora.N.storage: a profile signs and anonymous does not; name one of them")
+        return self
+
+
 class CorpusConfig(_Strict):
     """One source of documents."""
 
@@ -113,6 +131,9 @@ class CorpusConfig(_Strict):
     split: str = Field("train", pattern=_NAME, description="split of all its documents, unless `splits` is set")
     splits: dict[str, float] | None = Field(None, description="fractions by hash of the document's text; sum 1")
     files: list[str] = Field(min_length=1, description="paths or globs, any fsspec URL")
+    storage: StorageConfig = Field(
+        StorageConfig.model_validate({}), description="the store of `files` where that is another one than the cache's"
+    )
     format: Literal["jsonl", "parquet", "text"] | None = Field(None, description="from the file's name by default")
     compression: Literal["none", "gzip", "zstd"] | None = Field(None, description="from the file's name by default")
     text_unit: Literal["file", "line"] = Field("file", description="what a document is in a text file")
@@ -258,7 +279,7 @@ class JobConfig(_Strict):
     def _consistent(self) -> JobConfig:
         inputs = (file for corpus in self.corpora for file in corpus.files)
         for url in (self.cache, self.corpus_root or "", self.teacher.model, *inputs):
-            refuse_credentials(url)
+            check_url(url)
         size = self.recipe.windows.size
         if size is not None and size + 1 > self.teacher.max_model_len:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from teachercache import configfile
-from teachercache.store.store import refuse_credentials
+from teachercache.store.store import check_url
 from trainer.losses.options import Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
@@ -216,7 +216,7 @@ class TrainerConfig(Section):
     @field_validator("cache", "student", "output", "teacher")
     @classmethod
     def _no_credentials(cls, url: str | None) -> str | None:
-        refuse_credentials(url or "")
+        check_url(url or "")
         return url
 
     @model_validator(mode="after")

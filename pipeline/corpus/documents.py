@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.config import CorpusConfig, FiltersConfig
 from pipeline.corpus.readers import RawDocument
+from teachercache.format.record import is_unicode
 
 
 class Dropped(Exception):
@@ -88,8 +89,11 @@ def _array(value: Any, name: str) -> np.ndarray:
 
 def _ids_value(value: Any, name: str) -> np.ndarray:
     array = _array(value, name)
+    if array.ndim == 1 and array.dtype.kind == "f" and np.array_equal(array, np.rint(array)):
+        array = array.astype(np.int64)  # 1.0 and 2.0: integers that went through a table of floats
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise Dropped("wrong_type", f"{name} should be a list of integers")
+        found = {"U": "text", "f": "fractions", "b": "booleans"}.get(array.dtype.kind, "something else")
+        raise Dropped("wrong_type", f"{name} should be a list of integers, found {found}")
     if not array.size:
         raise Dropped("empty")
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
@@ -99,8 +103,8 @@ def _ids_value(value: Any, name: str) -> np.ndarray:
 
 def _mask_value(value: Any, ids: np.ndarray) -> np.ndarray:
     mask = _array(value, "loss_mask")
-    if mask.shape != ids.shape or mask.dtype.kind not in "biu":
-        raise Dropped("wrong_type", "loss_mask needs one boolean per token")
+    if mask.shape != ids.shape or mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
+        raise Dropped("wrong_type", "loss_mask needs one boolean (or 0 and 1) per token")
     return mask.astype(bool)
 
 
@@ -164,9 +168,14 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
         given, name = wanted(fields.id)
         if given == "":
             raise Dropped("missing_field", name)
+        if isinstance(given, float) and given.is_integer():  # a column of integers that once held a null
+            given = int(given)
         if not isinstance(given, (str, int)) or isinstance(given, bool):
             raise Dropped("wrong_type", f"{name} should be a string or an integer")
         doc_id = str(given)
+        if len(doc_id) > 4096 or not is_unicode(doc_id):
+            said = "more than 4096 characters" if len(doc_id) > 4096 else "half a surrogate pair, which is no text"
+            raise Dropped("doc_id", f"{name} {doc_id[:60]!a} holds {said}")
     else:  # the content; and the place, unless equal documents are dropped
         place = hashlib.blake2b(f"{input_digest}:{raw.ordinal}".encode(), digest_size=6).hexdigest()
         doc_id = content_hash.hex() + ("" if filters.dedup == "corpus" else f"-{place}")

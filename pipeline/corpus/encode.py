@@ -218,11 +218,10 @@ class Encoder:
                 ids = np.concatenate([np.asarray([self.bos_id], dtype=np.int32), ids])
             # the row at an added BOS predicts the first token: it exists once, in the first window
             first = span.first_row - span.start + (shift if span.index > 0 else 0)
-            row_pos = np.arange(first, ids.size, dtype=np.int32)
-            # row at position p of the document is about token p + 1; nothing follows the last one
+            row_pos = np.arange(first, span.stop_row - span.start + shift, dtype=np.int32)
+            # row at position p of the document is about token p + 1; nothing in this input follows its last one
             following = row_pos.astype(np.int64) + 1 - shift + span.start
-            loss_mask = tokens.learn[np.minimum(following, length - 1)]
-            loss_mask[-1:] = False  # the token that follows is not in this input
+            loss_mask = tokens.learn[np.minimum(following, length - 1)] & (following < span.stop)
             if masked:
                 row_pos, loss_mask = row_pos[loss_mask], loss_mask[loss_mask]
                 if not row_pos.size:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from pipeline.config import CorpusConfig
+from pipeline.config import CorpusConfig, StorageConfig
 from pipeline.corpus.inputs import READ_AHEAD, open_binary, store_errors
 from pipeline.errors import InputDamaged
 from teachercache.errors import UsageError
@@ -49,6 +49,8 @@ class RawDocument:
 def file_format(url: str, corpus: CorpusConfig) -> tuple[str, str]:
     """Return (format, compression) of a file, by the job file or the file's name. Raises UsageError where neither tells."""
     name, compression = url.lower(), corpus.compression
+    if name.startswith(("http://", "https://")):
+        name = name.split("?", 1)[0].split("#", 1)[0]
     for suffix, kind in COMPRESSIONS.items():
         if name.endswith(suffix):
             name, compression = name.removesuffix(suffix), compression or kind
@@ -131,8 +133,10 @@ class _Frames(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _decompressed(url: str, compression: str, read_ahead: int) -> Iterator[IO[bytes]]:
-    with open_binary(url, read_ahead) as raw:
+def _decompressed(
+    url: str, compression: str, read_ahead: int, storage: StorageConfig | None = None
+) -> Iterator[IO[bytes]]:
+    with open_binary(url, read_ahead, storage) as raw:
         # also where nothing is packed: fsspec's remote files have no readline with a limit, and a slow one without
         source: Any = raw if compression == "none" else _Frames(raw, compression)
         yield io.BufferedReader(source, 1 << 16)
@@ -199,7 +203,7 @@ def read_documents(
 
     Raises InputDamaged when the file ends early or cannot be decoded any further, and what `store_errors` raises.
     """
-    with store_errors(url):
+    with store_errors(url, corpus.storage):
         yield from _read(url, corpus, start, stop, unit, read_ahead)
 
 
@@ -211,7 +215,7 @@ def _read(url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, read
     last_good: int | None = None
     count = 0
     try:
-        with _decompressed(url, compression, read_ahead) as handle:
+        with _decompressed(url, compression, read_ahead, corpus.storage) as handle:
             if kind == "text" and corpus.text_unit == "file":
                 data = handle.read(MAX_DOCUMENT_BYTES + 1)
                 yield _parse(0, data if len(data) <= MAX_DOCUMENT_BYTES else None, kind, corpus.fields.text_column)
@@ -241,7 +245,7 @@ def wanted_columns(corpus: CorpusConfig) -> list[str]:
 def _read_parquet(url: str, corpus: CorpusConfig, start: int, stop: int) -> Iterator[RawDocument]:
     import pyarrow.parquet as pq
 
-    with open_binary(url, read_ahead=0) as handle:
+    with open_binary(url, 0, corpus.storage) as handle:
         # a row group may hold a million rows: its pages are streamed, and nothing behind the range is read
         file = pq.ParquetFile(handle, buffer_size=PARQUET_BUFFER, pre_buffer=False)
         present = set(file.schema_arrow.names)
@@ -262,11 +266,11 @@ def _read_parquet(url: str, corpus: CorpusConfig, start: int, stop: int) -> Iter
             first += rows
 
 
-def parquet_shape(url: str) -> tuple[int, int, list[str]]:
+def parquet_shape(url: str, storage: StorageConfig | None = None) -> tuple[int, int, list[str]]:
     """Return (rows, uncompressed bytes, column names) from the footer alone."""
     import pyarrow.parquet as pq
 
-    with store_errors(url), open_binary(url, read_ahead=0) as handle:
+    with store_errors(url, storage), open_binary(url, 0, storage) as handle:
         file = pq.ParquetFile(handle)
         meta = file.metadata
         total = sum(meta.row_group(g).total_byte_size for g in range(meta.num_row_groups))

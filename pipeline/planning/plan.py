@@ -89,7 +89,7 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPl
         tree = recipe_of(job, corpus, encoder.chat_template)
         tree.pop("version")
         files = []
-        for file in fingerprint_all(expand(job.patterns(corpus))):
+        for file in fingerprint_all(expand(job.patterns(corpus), corpus.storage), corpus.storage):
             first = seen.setdefault(f"{file.digest}:{recipe}", file.url)
             if first != file.url:
                 warnings.append(f"{file.url} has the same content as {first}; it is cached once")

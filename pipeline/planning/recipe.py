@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.config import CorpusConfig, JobConfig
 from pipeline.corpus.documents import ascii_json
 
-RECIPE_VERSION = 1  # raise when the code makes other rows from the same recipe: every shard then gets another id
+RECIPE_VERSION = 2  # raise when the code makes other rows from the same recipe: every shard then gets another id
 
 
 def recipe_of(job: JobConfig, corpus: CorpusConfig, template: str | None, *, brief: bool = False) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def recipe_of(job: JobConfig, corpus: CorpusConfig, template: str | None, *, bri
     return {
         "version": RECIPE_VERSION,
         "recipe": recipe,
-        "corpus": corpus.model_dump(mode="json", exclude={"files"}, exclude_defaults=brief),
+        "corpus": corpus.model_dump(mode="json", exclude={"files", "storage"}, exclude_defaults=brief),
     }
 
 

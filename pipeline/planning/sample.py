@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pipeline.config import CorpusConfig, JobConfig
 from pipeline.corpus.documents import Document, Dropped, extract
 from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
-from pipeline.corpus.inputs import InputFile, open_binary
+from pipeline.corpus.inputs import InputFile, open_binary, store_errors
 from pipeline.corpus.readers import (
     Unit,
     decompressor,
@@ -85,7 +85,7 @@ def shape_of(file: InputFile, corpus: CorpusConfig) -> InputShape:
     if unit != "rows":
         return InputShape(kind, compression, unit, file.size)
     try:
-        rows, plain, columns = parquet_shape(file.url)
+        rows, plain, columns = parquet_shape(file.url, corpus.storage)
     except (OSError, ValueError) as error:
         raise UsageError(f"{file.url}: not a readable Parquet file: {str(error).splitlines()[0]}") from error
     missing = [c for c in wanted_columns(corpus) if c not in columns]
@@ -179,18 +179,18 @@ def text_units(file: InputFile, shape: InputShape, corpus: CorpusConfig, sample:
     """Return the estimated length of what is read of a file: bytes of text, or rows."""
     if shape.unit != "file":
         return shape.total
-    units = shape.total * _inflation(file, shape.compression)
+    units = shape.total * _inflation(file, shape.compression, corpus)
     if corpus.limit_documents is None or not sample.units:
         return units
     in_file = (sample.documents + sample.drops.total()) / sample.units * units
     return units * min(1.0, corpus.limit_documents / max(in_file, 1.0))
 
 
-def _inflation(file: InputFile, compression: str) -> float:
+def _inflation(file: InputFile, compression: str, corpus: CorpusConfig) -> float:
     """Return bytes of text per byte of file, from the beginning of the file."""
     if compression == "none" or not file.size:
         return 1.0
-    with open_binary(file.url, SAMPLE_READ_AHEAD) as handle:
+    with store_errors(file.url, corpus.storage), open_binary(file.url, SAMPLE_READ_AHEAD, corpus.storage) as handle:
         head = handle.read(SAMPLE_READ_AHEAD)
     try:
         plain = len(decompressor(compression).decompress(head))

@@ -172,6 +172,8 @@ class ShardRun:
                         raise Dropped("duplicate")
                 except Dropped as drop:
                     drops[drop.reason] += 1
+                    if drop.reason == "doc_id" and drops is self.drops:
+                        self.broken.setdefault(drop.reason, []).append(f"{shard.input}@{raw.ordinal}")
                     continue
                 if filters.dedup != "none":
                     seen.add(document.content_hash)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import JobConfig
+from pipeline.config import JobConfig, StorageConfig
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.inputs import fingerprint
 from pipeline.errors import InputChanged
@@ -78,7 +78,7 @@ class ShardWorker:
         """Do a shard and commit it. Whatever is raised, nothing that a reader can see was written."""
         began, shard = time.monotonic(), task.shard
         busy, scored_before = self.loop.busy_s, self.loop.tokens
-        _check_input(shard)
+        _check_input(shard, self.job.corpora[shard.corpus].storage)
         run = ShardRun(task, self.job, self.encoder, self.loop, committed=self.committed, journal=self.journal)
         with self.writer.new_attempt(shard.shard_id, self.scratch.folder) as attempt:
             seen: set[tuple[str, str]] = set()
@@ -139,9 +139,9 @@ class ShardWorker:
         self.scratch.close()
 
 
-def _check_input(shard: PlanShard) -> None:
+def _check_input(shard: PlanShard, storage: StorageConfig | None) -> None:
     try:
-        now = fingerprint(shard.input)
+        now = fingerprint(shard.input, storage)
     except FileNotFoundError as error:
         raise InputChanged(f"{shard.input}: it was planned and is gone; run the job again without it") from error
     if now.digest != shard.input_digest:

@@ -8,6 +8,7 @@ AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import io
@@ -71,6 +72,37 @@ class ObjectInfo:
     modified: datetime  # by the server's clock, UTC
 
 
+SCHEMES = {"file", "http", "https", "s3", *fsspec.available_protocols()}
+_SCHEME_LIKE = re.compile(r"([^\W\d_][\w+.-]+)(:(?!//)[/\\]*|[;.,]?//+|\\+)")  # s3:/x, s3:x, s3//x, s3\\x
+_USUAL = ("s3", "s3a", "gs", "gcs", "http", "https", "file", "hf", "az", "abfs")
+
+
+def check_url(url: str) -> None:
+    """Raise UsageError for a URL that is misspelt or holds credentials. For every URL that a user gives.
+
+    A misspelt scheme would otherwise be a path: `s3:/bucket/x` makes a folder `s3:` here, and the job succeeds.
+    """
+    if url != url.strip():
+        raise UsageError("there are blanks around a URL; remove them.")
+    refuse_credentials(url)
+    scheme, separator, rest = url.rpartition("::")[2].partition("://")
+    if separator:
+        if scheme not in SCHEMES:
+            near = difflib.get_close_matches(scheme.lower(), [*_USUAL, *sorted(SCHEMES)], 1)
+            hint = f"; did you mean {near[0]}://?" if near else ""
+            raise UsageError(f"{scheme + '://'!a} is no scheme that is known here{hint}")
+        if scheme in ("s3", "s3a", "gs", "gcs", "http", "https") and not re.match(r"[^/?#\\]", rest):
+            what = "host" if scheme.startswith("http") else "bucket"
+            raise UsageError(f"a URL names no {what}; expected for example {scheme}://{what}/path.")
+        return
+    found = _SCHEME_LIKE.match(url)
+    if found and (near := difflib.get_close_matches(found[1].lower(), _USUAL, 1, cutoff=0.75)):
+        raise UsageError(
+            f"a URL that begins {found[0]!a} would be a path on this machine; did you mean {near[0]}://? A path with "
+            "such a name begins with ./ or /."
+        )
+
+
 def refuse_credentials(url: str) -> None:
     """Raise UsageError for a URL that holds credentials (user:secret@host, a token in the query), without naming it.
 
@@ -110,7 +142,7 @@ class Store:
         Raises UsageError for any other URL, and for one that holds credentials.
         """
         url = os.fspath(url)
-        refuse_credentials(url)
+        check_url(url)
         options: dict[str, Any] = dict(storage_options or {})
         scheme = urlsplit(url).scheme if "://" in url else "file"
         if scheme in ("s3", "s3a"):

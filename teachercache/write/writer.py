@@ -139,8 +139,8 @@ class CacheWriter:
         """
         attempt = uuid.uuid4().hex
         entry = Quarantine(
-            shard_id=shard_id, attempt=attempt, scope=scope, reason=reason, message=message[:4000],
-            documents=[name[:4096] for name in documents], created=utc_now(),
+            shard_id=shard_id, attempt=attempt, scope=scope, reason=reason, message=_as_unicode(message)[:4000],
+            documents=[_as_unicode(name)[:4096] for name in documents], created=utc_now(),
         )  # fmt: skip
         self.store.create(layout.quarantine_path(shard_id, attempt), seal(entry))
 
@@ -162,3 +162,8 @@ class CacheWriter:
             allow_repeated_content=allow_repeated_content,
             grace_seconds=self.grace_seconds,
         )
+
+
+def _as_unicode(text: str) -> str:
+    """Return a text that UTF-8 can hold: half a surrogate pair is spelt as its escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -42,6 +42,21 @@ def test_windows_reassemble_the_document_and_its_masks(tokenizer_folder, bos, ag
             last_of_window = row == len(w.input_ids) - 1
             assert mask == (not last_of_window and bool(learn[position + 1]))
     assert sorted(predicted) == list(range(-1 if has_bos else 0, 103))
+    assert [p + 1 for p, (_, mask) in sorted(predicted.items()) if mask] == np.flatnonzero(learn[:103])[
+        int(not has_bos and bool(learn[0])) :
+    ].tolist()
+
+
+def test_an_eos_behind_the_last_whole_window_is_learned_once(tokenizer_folder):
+    encoder = encoder_for(tokenizer_folder, bos="never")  # of 63 tokens
+    document = Document("d", 0, "s", "train", "text", b"", text="x" * 63)
+    (tokens,) = encoder.tokens([document])
+    assert tokens.ids.size == 64
+    first, second = encoder.windows(document, tokens)
+    assert (len(first.input_ids), first.row_pos[-1]) == (63, 61)  # the row about token 62 is its last
+    learned = [w.start + w.row_pos[w.loss_mask] + 1 for w in (first, second)]
+    assert np.concatenate(learned).tolist() == list(range(1, 64))
+    assert second.input_ids[-1] == encoder.eos_id
 
 
 def test_bos_and_eos_stand_exactly_once(tmp_path):

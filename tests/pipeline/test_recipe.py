@@ -12,7 +12,7 @@ from pipeline.planning.plan import make_plan
 from pipeline.planning.recipe import recipe_digest
 from tests.pipeline.conftest import documents, make_tokenizer, write_jsonl
 
-PINNED = "f6d22ddb812da956ea2844559f410f4b1c6e004c3e74eb1772d0cbe350894594"
+PINNED = "58e41de20f8cbb4c4835b19d39c367fbbd79b33d1cf5db54e238f825fae713ae"
 
 
 def plan_of(path, *overrides: str):

@@ -24,13 +24,16 @@ def test_rows_of_all_windows_are_every_position_once(length, size, min_context, 
         return
     config = WindowsConfig(policy="window", min_context=min_context, bos_every_window=again)
     rows: list[int] = []
+    about: list[int] = []  # tokens that a row is about and that its input holds
     for span in spans(length, size, config, int(bos)):
         own_bos = int(bos and (span.index == 0 or again))
         assert span.stop - span.start + own_bos <= size
         if span.index > 0:
             assert span.first_row - span.start >= min_context
-        rows += range(span.first_row, span.stop)
+        rows += range(span.first_row, span.stop_row)
+        about += [row + 1 for row in range(span.first_row, span.stop_row) if row + 1 < span.stop]
     assert rows == list(range(length))
+    assert about == list(range(1, length))
 
 
 def test_size_and_min_context_must_fit():
