@@ -125,7 +125,8 @@ def test_a_profile_reads_the_corpus_of_another_account(s3_server, s3_url, tmp_pa
 def test_a_public_bucket_is_read_without_keys(s3_server, tmp_path, monkeypatch):
     server = s3_server("moto")
     bucket = server.new_bucket()
-    server.client().put_object(Bucket=bucket.removeprefix("s3://"), Key="a.jsonl", Body=b"{}\n")
+    name = bucket.removeprefix("s3://")
+    server.client().put_object(Bucket=name, Key="a.jsonl", Body=b"{}\n", ACL="public-read")
     for name in server.env():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
