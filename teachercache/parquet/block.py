@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teachercache.format.record import BoolArray, Float32Array, Int32Array, Record
+from teachercache.format.record import MASS_SLACK, BoolArray, Float32Array, Int32Array, Record
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -95,9 +95,57 @@ class Block:
             **{name: cut(getattr(self, name), self.row_offsets) for name in ROW_DTYPES},
         )
 
+    def wrong(self, vocab_size: int) -> tuple[int, str, str] | None:
+        """Return (record, reason, message) of the first value that must not reach a batch; None where all is well.
+
+        Ids of tokens and of the top K outside the vocabulary, positions outside their document or out of order,
+        log-probabilities that are NaN, infinite or above 0. Columns that were not read are left out. Cost: about 0.05
+        microseconds a row at K = 100; `check_record` knows all invariants, and costs 3.
+        """
+        for name, values, owners in (
+            ("input id", self.input_ids, self.token_offsets), ("top-K id", self.topk_ids, self.row_offsets),
+        ):  # fmt: skip
+            if values is not None and values.size and values.view(np.uint32).max() >= vocab_size:
+                i = _first(values.view(np.uint32) >= vocab_size)
+                return _owner(owners, i), "id_out_of_range", f"a {name} lies outside [0, {vocab_size})"
+        for name, lps in (("topk_logprobs", self.topk_logprobs), ("tail_logprob", self.tail_logprob)):
+            if lps is None or not lps.size:
+                continue
+            low, high = lps.min(), lps.max()  # NaN where any is
+            if not (np.isfinite(low) and high <= MASS_SLACK):
+                i = _first(~(np.isfinite(lps) & (lps <= MASS_SLACK)))
+                return _owner(self.row_offsets, i), "nan", f"{name} holds {lps[i].min()}, which is no log-probability"
+        return self._wrong_position()
+
+    def _wrong_position(self) -> tuple[int, str, str] | None:
+        pos = self.row_pos
+        if pos is None or not pos.size or self.row_offsets is None:
+            return None
+        rises = pos[1:] > pos[:-1]
+        starts = self.row_offsets[1:-1]
+        rises[starts[(starts > 0) & (starts < len(pos))] - 1] = True  # another document begins
+        if not rises.all():
+            i = _first(~rises) + 1
+            return _owner(self.row_offsets, i), "row_pos", "row_pos must increase strictly"
+        if self.token_offsets is not None:
+            last = np.repeat(np.diff(self.token_offsets), np.diff(self.row_offsets))
+            if pos.min() < 0 or (pos >= last).any():
+                i = _first((pos < 0) | (pos >= last))
+                return _owner(self.row_offsets, i), "row_pos", f"row_pos must lie in [0, {last[i]})"
+        return None
+
     def records(self) -> Iterator[Record]:
         """Yield every record; see `record`."""
         return map(self.record, range(self.size))
+
+
+def _first(found: npt.NDArray[np.bool_]) -> int:
+    """Return the first row with a true entry, of [N] or [N, K]."""
+    return int(np.argmax(found.reshape(len(found), -1).any(axis=1)))
+
+
+def _owner(offsets: Int64Array, i: int) -> int:
+    return int(np.searchsorted(offsets, i, side="right")) - 1
 
 
 def _offsets(lengths: Sequence[int]) -> Int64Array:

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from teachercache.format.record import is_unicode
+from teachercache.parquet import types
 from teachercache.parquet.block import ROW_DTYPES, Block
 
 META_PREFIX = "meta_"  # a column of the corpus; keeps its name apart from columns that later versions may add
@@ -30,9 +32,16 @@ class Codec(ABC):
     """One way to write a Block. Codecs differ in the columns of the top K; decoding gives the same Block."""
 
     topk_columns: ClassVar[tuple[str, ...]]  # list<fixed_size_list<K>>, one list a row
+    value_types: ClassVar[Mapping[str, pa.DataType]]  # of these
+    row_types: ClassVar[Mapping[str, pa.DataType]] = {}  # of further columns with one value a row
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
+
+    def columns(self) -> dict[str, tuple[pa.DataType, int]]:
+        """Return the type of a value of each column, and how many there are: see `teachercache.parquet.types`."""
+        topk = {name: (kind, self.top_k) for name, kind in self.value_types.items()}
+        return types.COMMON | topk | {name: (kind, types.A_ROW) for name, kind in self.row_types.items()}
 
     @abstractmethod
     def encode_topk(self, block: Block) -> dict[str, pa.Array]:
@@ -65,14 +74,14 @@ class Codec(ABC):
         token_offsets, input_ids = list_parts(table, "input_ids")
         flat = ("row_pos", "tail_logprob", "target_logprob", "loss_mask")
         parts = {name: list_parts(table, name) for name in (*flat, *self.topk_columns)}
-        objects = {name: column(table, name) for name in ("doc_id", "content_key")}
+        objects = {name: objects_of(table, name) for name in ("doc_id", "content_key")}
         metas = [name for name in table.column_names if name.startswith(META_PREFIX)]
         decoded: dict[str, Any] = {
-            **{name: None if array is None else array.to_pylist() for name, array in objects.items()},
+            **objects,
             **{name: numbers(column(table, name), np.int32) for name in ("window", "start")},
             **{name: numbers(parts[name][1], ROW_DTYPES[name]) for name in flat},
             "row_offsets": next((offsets for offsets, _ in parts.values() if offsets is not None), None),
-            "meta": {name.removeprefix(META_PREFIX): table.column(name).to_pylist() for name in metas},
+            "meta": {name.removeprefix(META_PREFIX): objects_of(table, name) for name in metas},
         }
         return Block(
             split="", source="", topk_ids=topk_ids, topk_logprobs=topk_logprobs, token_offsets=token_offsets,
@@ -162,20 +171,55 @@ def _meta_text(value: Any) -> str:
 
 
 def column(table: pa.Table, name: str) -> pa.Array | None:
-    """Return a column as one array, or None where it was not read."""
+    """Return a column as one array, or None where it was not read. ValueError for a null where FORMAT excludes it."""
     if name not in table.column_names:
         return None
     chunks = table.column(name)
+    if chunks.null_count and not name.startswith(META_PREFIX):
+        raise ValueError(f"column {name} holds a null")
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
+def objects_of(table: pa.Table, name: str) -> list[Any] | None:
+    """Return a column as Python objects, or None where it was not read. Equal strings of a dictionary are one object."""
+    if name not in table.column_names:
+        return None
+    if table.column(name).null_count and not name.startswith(META_PREFIX):
+        raise ValueError(f"column {name} holds a null")
+    values: list[Any] = []
+    for chunk in table.column(name).chunks:
+        if pa.types.is_dictionary(chunk.type):
+            known = [*chunk.dictionary.to_pylist(), None]
+            values += [known[i] for i in chunk.indices.fill_null(len(known) - 1).to_pylist()]
+        else:
+            values += chunk.to_pylist()
+    return values
+
+
+def text_bytes(table: pa.Table) -> int:
+    """Return the bytes of all strings of a table that was read with dictionaries, each repetition counted."""
+    total = 0
+    for chunks in table.columns:
+        for chunk in chunks.chunks if pa.types.is_dictionary(chunks.type) else ():
+            lengths = pc.binary_length(chunk.dictionary).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+            total += int(lengths[chunk.indices.drop_null().to_numpy()].sum())
+    return total
+
+
 def list_parts(table: pa.Table, name: str) -> tuple[Any, Any]:
-    """Return offsets from zero [B+1] and flat values [R] of a list column; no copy of the values. None twice without it."""
+    """Return offsets from zero [B+1] and flat values [R] of a list column; no copy of the values. None twice without it.
+
+    Raises ValueError for a null, except in target_logprob.
+    """
     array = column(table, name)
     if array is None:
         return None, None
     offsets = array.offsets.to_numpy().astype(np.int64)
-    return offsets - offsets[0], array.flatten()
+    values = array.flatten()
+    deepest = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
+    if (values.null_count or deepest.null_count) and name not in types.MAY_BE_NULL:
+        raise ValueError(f"column {name} holds a null")
+    return offsets - offsets[0], values
 
 
 def numbers(array: pa.Array | None, dtype: Any) -> Any:

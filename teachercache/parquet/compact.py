@@ -19,7 +19,7 @@ from __future__ import annotations
 import base64
 import functools
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ BASE, CAP = 0.004, 0.25
 SCALES = 6  # grids; the finest has steps of BASE / 32
 LOWEST = 40.0  # nats; smaller probabilities (4e-18) come back as this
 FREQUENT = 8192  # ids that are renumbered; the others keep their order behind them
+RESTORED = 2**22  # entries that are restored at the same time
 ORDER_KEY = b"teachercache.compact.frequent_ids"
 L1_KEY = b"teachercache.compact.max_l1"
 
@@ -43,6 +44,8 @@ class CompactCodec(Codec):
     """Encode and decode the compact layout. One object encodes one file: its first block decides the renumbering."""
 
     topk_columns = ("topk_id_delta", "topk_level")
+    value_types: ClassVar = {"topk_id_delta": pa.int32(), "topk_level": pa.int32()}
+    row_types: ClassVar = {"topk_scale": pa.uint8()}
 
     def __init__(self, top_k: int, vocab_size: int) -> None:
         super().__init__(top_k)
@@ -103,13 +106,26 @@ class CompactCodec(Codec):
     ) -> tuple[Int32Array, Float32Array]:
         """Return ids and log-probabilities [R, K] by descending log-probability, of differences and levels [R, K].
 
-        Level and number are packed into one integer, so that a single vectorised sort does the work.
+        Works on RESTORED entries at a time, so that a large row group needs little more than what it returns.
         """
+        if scale.size and scale.max() >= SCALES:
+            raise ValueError(f"a stored grid lies outside its range: {scale.max()} of {SCALES}")
+        ids, logprobs = np.empty_like(delta), np.empty(delta.shape, dtype=np.float32)
+        step = max(1, RESTORED // self.top_k)
+        for i in range(0, len(delta), step):
+            part = slice(i, i + step)
+            ids[part], logprobs[part] = self._restore_part(delta[part], level[part], scale[part], order)
+        return ids, logprobs
+
+    def _restore_part(
+        self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array
+    ) -> tuple[Int32Array, Float32Array]:
+        """Restore some rows. Level and number are packed into one integer, so that a single sort does the work."""
         number = np.cumsum(delta, axis=1, dtype=np.int32)
-        if number.size and (
-            number.min() < 0 or number.max() >= len(order) or level.min() < 0 or level.max() >= len(_grids()[0])
-        ):
-            raise ValueError("a stored id or level lies outside its range")
+        for values, limit in ((delta, len(order)), (number, len(order)), (level, len(_grids()[0]))):
+            # Unsigned, so that below 0 is beyond the limit too. Steps within it cannot overflow without being seen.
+            if values.size and values.view(np.uint32).max() >= limit:
+                raise ValueError("a stored id or level lies outside its range")
         bits = max(1, int(len(order) - 1).bit_length())
         wide = np.int32 if bits + len(_grids()[0]).bit_length() < 31 else np.int64
         key: npt.NDArray[Any] = level.astype(wide)

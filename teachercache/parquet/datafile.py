@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+import io
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, UnsafeManifest, UsageError
+from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, TeacherCacheError, UnsafeManifest, UsageError
 from teachercache.format import layout
 from teachercache.format.objects import FileEntry
 from teachercache.format.record import Record, check_record
 from teachercache.format.spec import CacheSpec
 from teachercache.parquet.block import Block
+from teachercache.parquet.bounds import (
+    MAX_FOOTER_BYTES,
+    MAX_GROUPS,
+    MAX_TEXT_BYTES,
+    Chunk,
+    check_groups,
+    check_pages,
+    chunks_of,
+    group_bytes,
+    leaves_of,
+    merged,
+)
 from teachercache.parquet.codecs import get_codec
-from teachercache.parquet.columns import META_PREFIX, column, meta_array, meta_kind, meta_type
+from teachercache.parquet.columns import META_PREFIX, column, meta_array, meta_kind, meta_type, text_bytes
+from teachercache.parquet.types import check_types
 from teachercache.store.store import Store, sha256_file
 
 ROWS_PER_GROUP = 16_384  # about 4.5 MB: one range request, small enough to shuffle, large enough to compress
 GROUP_BYTES = 2**26  # of the top-K of a row group, which a large K reaches before ROWS_PER_GROUP
-MAX_GROUP_BYTES = 2**31  # uncompressed; a lying footer must not make a reader allocate more
+MAX_RECORD_BYTES = 2**28  # of one record: 335,000 rows at K = 100
+TAIL_BYTES = 2**16  # read from the end of a file, where its footer is
 PRE_BUFFER = True  # one range request for the wanted columns of a row group, from another thread
 RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
 
@@ -50,8 +67,9 @@ class FileBuilder:
         """Check and buffer a record; writes a row group when enough rows wait."""
         check_record(record, vocab_size=self._spec.tokenizer.vocab_size, top_k=self._spec.top_k)
         size = 8 * record.topk_ids.size + 4 * record.input_ids.size  # about, before compression; rows outweigh all else
-        if size > MAX_GROUP_BYTES // 2:
-            said = f"its rows take {size:,} bytes, limit {MAX_GROUP_BYTES // 2:,}; split it into windows"
+        size += sum(len(value) for value in record.meta.values() if isinstance(value, str))
+        if size > MAX_RECORD_BYTES:
+            said = f"its rows take {size:,} bytes, limit {MAX_RECORD_BYTES:,}; split it into windows"
             raise InvalidRecord("too_long", said, doc_id=record.doc_id, window=record.window)
         if (record.doc_id, record.window) in self._windows:
             said = "the document and window are in this shard already"
@@ -93,6 +111,11 @@ class FileBuilder:
     def _flush(self) -> None:
         if not self._pending:
             return
+        if self._groups >= MAX_GROUPS:
+            raise UsageError(
+                f"shard {self.where.shard_id} fills more than {MAX_GROUPS:,} row groups of one file; make smaller shards, or "
+                "merge into smaller files."
+            )
         types = {name: meta_type(kinds) for name, kinds in self._meta_kinds.items()}
         table = self._codec.encode(Block.from_records(self._pending), types)
         if self._writer is not None and not self._writer.schema.remove_metadata().equals(table.schema):
@@ -110,6 +133,8 @@ class FileBuilder:
             "teachercache.codec": self.where.codec,
             "teachercache.shard_id": self.where.shard_id,
             "teachercache.attempt": self.where.attempt,
+            "teachercache.split": self.where.split,
+            "teachercache.source": self.where.source,
             **self._codec.opening_metadata(),
         }
         return pq.ParquetWriter(path, schema.with_metadata(named), **self._codec.writer_options(schema))
@@ -148,7 +173,10 @@ class FileBuilder:
 
 
 class DataFile:
-    """A committed file, opened for reading. Every claim of its entry that a footer can show is checked."""
+    """A committed file, opened for reading. Every claim of its entry that a footer can show is checked.
+
+    Memory: at most 1 GiB for a row group, whatever the file says; see `teachercache.parquet.bounds`.
+    """
 
     def __init__(
         self,
@@ -163,39 +191,64 @@ class DataFile:
 
         Raises MissingObject, CorruptFile, UnsafeManifest.
         """
-        self.entry = entry
+        self.entry, self._vocab_size = entry, spec.tokenizer.vocab_size
         self._codec = get_codec(entry.codec, spec.top_k, spec.tokenizer.vocab_size)
-        try:
+        with _explained(entry, "it is not readable as Parquet"):
             source = store.open_input(entry.path, size=entry.size) if local is None else local
             if source.size() != entry.size:
                 raise CorruptFile(f"{entry.path} is {source.size():,} bytes long, its entry says {entry.size:,}.")
-            self._file = pq.ParquetFile(source, metadata=footer, pre_buffer=PRE_BUFFER, page_checksum_verification=True)
-        except MissingObject as error:
-            raise _gone(error) from error
-        except (pa.ArrowException, OSError) as error:
-            raise CorruptFile(f"{entry.path} is not readable as Parquet: {_first_line(error)}") from error
-        if footer is None:
-            self._check_footer(spec)
+            self._held = None if isinstance(source, pa.MemoryMappedFile) else _HeldRanges(source)
+            self._source = source if self._held is None else pa.PythonFile(self._held, mode="r")
+            if footer is None:
+                self._bound_footer()
+                checked = pq.ParquetFile(self._source).metadata
+                self._check_footer(spec, checked)
+            else:
+                checked = footer
+            names = [checked.schema.column(i).path for i in range(checked.num_columns)]
+            self._meta_columns = [name for name in names if name.startswith(META_PREFIX)]
+            self._file = pq.ParquetFile(
+                self._source, metadata=checked, pre_buffer=PRE_BUFFER, page_checksum_verification=True,
+                read_dictionary=["doc_id", *_texts(checked, self._meta_columns)],
+            )  # fmt: skip
 
-    def _check_footer(self, spec: CacheSpec) -> None:
-        entry, footer = self.entry, self._file.metadata
+    def _bound_footer(self) -> None:
+        """Raise UnsafeManifest for a footer that would take too much memory. Fetches the end of the file, once."""
+        end = self._read_ranges([(max(0, self.entry.size - TAIL_BYTES), self.entry.size)])[0][1]
+        size = int.from_bytes(end[-8:-4], "little")
+        if bytes(end[-4:]) != b"PAR1":
+            raise CorruptFile(f"{self.entry.path} is not readable as Parquet: it does not end like one.")
+        if size > MAX_FOOTER_BYTES:
+            raise UnsafeManifest(f"{self.entry.path}: its footer claims {size:,} bytes, limit {MAX_FOOTER_BYTES:,}.")
+
+    def _check_footer(self, spec: CacheSpec, footer: pq.FileMetaData) -> None:
+        entry = self.entry
         stored = (footer.metadata or {}).items()
         prefix = b"teachercache."
-        named = {k[len(prefix) :].decode(): v.decode(errors="replace") for k, v in stored if k.startswith(prefix)}
-        for name, expected in (("spec_digest", spec.digest), ("codec", entry.codec)):
-            if named.get(name) != expected:
-                raise CorruptFile(f"{entry.path}: its {name} is {named.get(name)}, expected {expected}.")
+        named = {
+            k[len(prefix) :].decode(errors="replace"): v.decode(errors="replace")
+            for k, v in stored
+            if k.startswith(prefix)
+        }
         where = layout.parse_data_path(entry.path)
-        if (named.get("shard_id"), named.get("attempt")) != (where.shard_id, where.attempt):
-            raise CorruptFile(f"{entry.path} holds the data of shard {named.get('shard_id')}: files were swapped.")
-        counts = {"row groups": (footer.num_row_groups, entry.row_groups), "records": (footer.num_rows, entry.records)}
-        for what, (found, said) in counts.items():
-            if found != said:
-                raise CorruptFile(f"{entry.path} holds {found} {what}, its entry says {said}.")
-        for i in range(footer.num_row_groups):
-            size = footer.row_group(i).total_byte_size
-            if not 0 <= size <= MAX_GROUP_BYTES:
-                raise UnsafeManifest(f"{entry.path}: row group {i} claims {size:,} bytes.")
+        for name, expected in (
+            ("spec_digest", spec.digest), ("codec", where.codec), ("shard_id", where.shard_id),
+            ("attempt", where.attempt), ("split", where.split), ("source", where.source),
+        ):  # fmt: skip
+            found = named.get(name, expected if name in ("split", "source") else None)  # other writers may lack these
+            if found != expected:
+                shown = ascii(found)[:80]
+                raise CorruptFile(f"{entry.path}: its {name} is {shown}, expected {expected!r}: files were swapped.")
+        for what, held, said in (
+            ("row groups", footer.num_row_groups, entry.row_groups), ("records", footer.num_rows, entry.records),
+        ):  # fmt: skip
+            if held != said:
+                raise CorruptFile(f"{entry.path} holds {held:,} {what}, its entry says {said:,}.")
+        schema = footer.schema.to_arrow_schema()
+        metas = [name for name in schema.names if name.startswith(META_PREFIX)]
+        columns = self._codec.columns()
+        check_types(entry.path, schema, columns, metas)
+        check_groups(footer, entry, {name: each for name, (_, each) in columns.items()}, metas)
 
     @property
     def num_groups(self) -> int:
@@ -207,35 +260,78 @@ class DataFile:
         """Return the Parquet footer."""
         return self._file.metadata
 
+    def group_bytes(self, i: int) -> int:
+        """Return about how much memory a row group takes with all its columns, from the footer."""
+        leaves = leaves_of(self.footer, [*self._codec.columns(), *self._meta_columns])
+        return group_bytes(self.footer, i, (leaf for found in leaves.values() for leaf in found))
+
     def meta_types(self) -> dict[str, pa.DataType]:
         """Return name -> type of each column of the corpus."""
-        fields = (field for field in self._file.schema_arrow if field.name.startswith(META_PREFIX))
-        return {field.name.removeprefix(META_PREFIX): field.type for field in fields}
+        schema = self.footer.schema.to_arrow_schema()
+        return {name.removeprefix(META_PREFIX): schema.field(name).type for name in self._meta_columns}
 
-    def read_group(self, i: int, columns: set[str] | None = None) -> Block:
-        """Read one row group; `columns` are Record fields, None = all. Raises CorruptFile."""
-        names = None
-        if columns is not None:
-            names = self._codec.physical_columns(columns)
-            if "meta" in columns:
-                names += [name for name in self._file.schema_arrow.names if name.startswith(META_PREFIX)]
-        try:
+    def read_group(self, i: int, columns: set[str] | None = None, *, check: bool = True) -> Block:
+        """Read one row group; `columns` are Record fields, None = all.
+
+        Raises CorruptFile, UnsafeManifest; and InvalidRecord for values that must not reach a batch (`Block.wrong`),
+        unless `check` is off: for who calls `check_record`.
+        """
+        entry = self.entry
+        names = sorted(self._codec.columns()) if columns is None else self._codec.physical_columns(columns)
+        if columns is None or "meta" in columns:
+            names = [*names, *self._meta_columns]
+        with _explained(entry, f"row group {i} cannot be decoded"):
+            leaves = leaves_of(self.footer, names)
+            chunks = chunks_of(self.footer, i, (leaf for found in leaves.values() for leaf in found))
+            self._check_pages(chunks)
             table = self._file.read_row_group(i, columns=names, use_threads=False)
-            block = self._codec.decode(table)
-        except MissingObject as error:
-            raise _gone(error) from error
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise CorruptFile(f"{self.entry.path}: row group {i} cannot be decoded: {_first_line(error)}") from error
-        return dataclasses.replace(block, split=self.entry.split, source=self.entry.source)
+            if (size := text_bytes(table)) > MAX_TEXT_BYTES:
+                raise UnsafeManifest(
+                    f"{entry.path}: row group {i} holds {size:,} bytes of text, limit {MAX_TEXT_BYTES:,}; it was made to harm "
+                    "its reader, or by another program."
+                )
+            block = dataclasses.replace(self._codec.decode(table), split=entry.split, source=entry.source)
+            del table
+            for name, offsets in (("input_ids", block.token_offsets), ("row_pos", block.row_offsets)):
+                if offsets is not None and (np.diff(offsets) < 1).any():
+                    raise ValueError(f"a list of {name} is empty")
+            said = block.wrong(self._vocab_size) if check else None
+        if said is not None:
+            record, reason, message = said
+            keys = block if block.doc_id is not None else self.read_group(i, {"doc_id", "window"}, check=False)
+            window = 0 if keys.window is None else int(keys.window[record])
+            raise InvalidRecord(reason, f"{message} ({entry.path})", doc_id=keys.doc_id[record], window=window)
+        return block
 
-    def blocks(self, columns: set[str] | None = None) -> Iterator[Block]:
+    def _check_pages(self, chunks: list[Chunk]) -> None:
+        ranges = self._read_ranges(merged(chunks))
+        for chunk in chunks:
+            start, data = next((s, d) for s, d in reversed(ranges) if s <= chunk.start)
+            check_pages(data[chunk.start - start : chunk.start - start + chunk.size], chunk)
+
+    def _read_ranges(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, memoryview]]:
+        """Return (start, bytes) of each range. What comes from a store is held, so that Arrow need not ask again."""
+        found = []
+        for start, stop in ranges:
+            if not 0 <= start <= stop <= self.entry.size:
+                raise ValueError(f"its footer names bytes {start:,} to {stop:,} of {self.entry.size:,}")
+            if self._held is None:
+                self._source.seek(start)
+                found.append((start, memoryview(self._source.read_buffer(stop - start)).cast("B")))
+            else:
+                found.append((start, memoryview(self._held.fetch(start, stop))))
+        if self._held is not None:
+            self._held.hold(found)
+        return found
+
+    def blocks(self, columns: set[str] | None = None, *, check: bool = True) -> Iterator[Block]:
         """Yield every row group; see `read_group`."""
         for i in range(self.num_groups):
-            yield self.read_group(i, columns)
+            yield self.read_group(i, columns, check=check)
 
-    def records(self) -> Iterator[Record]:
-        """Yield every record with all its columns, one row group in memory."""
-        for block in self.blocks():
+    def records(self, *, check: bool = True) -> Iterator[Record]:
+        """Yield every record with all its columns, one row group in memory; see `read_group`."""
+        for block in self.blocks(check=check):
             yield from block.records()
 
     def close(self) -> None:
@@ -260,12 +356,66 @@ def check_columns(columns: Collection[str] | None) -> set[str] | None:
     return set(columns)
 
 
-def _gone(error: MissingObject) -> MissingObject:
-    """Return the error for a file that a manifest or commit names."""
-    return MissingObject(
-        f"{str(error).rstrip('.')}: its manifest expired and gc removed it, or someone else did; open the newest manifest."
-    )
+class _HeldRanges(io.RawIOBase):
+    """A read-only file of a store, which gives again what was fetched last without another request."""
+
+    def __init__(self, source: pa.NativeFile) -> None:
+        super().__init__()
+        self._inner, self._size, self._at = source, source.size(), 0
+        self._ranges: list[tuple[int, memoryview]] = []
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Read bytes [start, stop)."""
+        self._inner.seek(start)
+        data: bytes = self._inner.read(stop - start)
+        return data
+
+    def hold(self, ranges: list[tuple[int, memoryview]]) -> None:
+        """Keep these (start, bytes) in place of those before."""
+        self._ranges = ranges
+
+    def readable(self) -> bool:
+        """Return True: pyarrow asks."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move, and return the position."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, length: int = -1) -> bytes:
+        """Read at most `length` bytes, or the rest."""
+        stop = self._size if length < 0 else min(self._at + length, self._size)
+        start, self._at = self._at, max(self._at, stop)
+        for begin, data in self._ranges:
+            if begin <= start and stop <= begin + len(data):
+                return bytes(data[start - begin : stop - begin])
+        return self.fetch(start, stop) if stop > start else b""
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+@contextmanager
+def _explained(entry: FileEntry, what: str) -> Iterator[None]:
+    """Turn whatever a damaged or crafted file makes a decoder raise into CorruptFile, and say that a missing file is gone."""
+    try:
+        yield
+    except MissingObject as error:
+        raise MissingObject(
+            f"{str(error).rstrip('.')}: its manifest expired and gc removed it, or someone else did; open the newest "
+            "manifest."
+        ) from error
+    except TeacherCacheError:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise CorruptFile(f"{entry.path}: {what}: {ascii(first)[1:-1][:300]}.") from error
+
+
+def _texts(footer: pq.FileMetaData, names: list[str]) -> list[str]:
+    """Return those of some columns that hold strings; they are read as dictionaries, so that none is repeated in memory."""
+    kinds = {footer.schema.column(i).path: footer.schema.column(i).physical_type for i in range(footer.num_columns)}
+    return [name for name in names if kinds[name] == "BYTE_ARRAY"]

@@ -7,7 +7,7 @@ byte-stream-split. The measurements that chose each encoding: benchmarks/encodin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ class OpenCodec(Codec):
     """Encode and decode the open layout. Lossless but for the float16 rounding of topk_logprobs."""
 
     topk_columns = ("topk_ids", "topk_logprobs")
+    value_types: ClassVar = {"topk_ids": pa.int32(), "topk_logprobs": pa.float32()}
 
     def encode_topk(self, block: Block) -> dict[str, pa.Array]:
         """Return both columns; log-probabilities are rounded to float16 values."""

@@ -19,6 +19,8 @@ from teachercache.read.tokenizer import download_tokenizer
 from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 
+READ_AHEAD_BYTES = 2**28  # of the row group in hand and the next
+
 
 def open(
     url: str | os.PathLike[str], manifest: int | None = None, *, storage_options: Mapping[str, Any] | None = None
@@ -112,7 +114,7 @@ class Cache:
     ) -> Iterator[Record]:
         """Yield records in the manifest's order. `columns` are Record fields; those left out come back as None.
 
-        One row group is read ahead in another thread. Memory: about two row groups (30 MB).
+        One row group is read ahead in another thread, unless it is large. Memory: about two row groups (30 MB).
         """
         wanted = check_columns(columns)
         left = float("inf") if limit is None else limit
@@ -122,7 +124,8 @@ class Cache:
                 waiting = None
                 for i in range(file.num_groups):
                     block = file.read_group(i, wanted) if waiting is None else waiting.result()
-                    waiting = ahead.submit(file.read_group, i + 1, wanted) if i + 1 < file.num_groups else None
+                    early = i + 1 < file.num_groups and file.group_bytes(i) + file.group_bytes(i + 1) < READ_AHEAD_BYTES
+                    waiting = ahead.submit(file.read_group, i + 1, wanted) if early else None
                     for record in block.records():
                         if left <= 0:
                             return
