@@ -45,7 +45,9 @@ def check_types(
         here = found.get_all_field_indices(name)
         if len(here) != 1 or found.field(here[0]).type not in META_TYPES:
             said = ", ".join(_shown(found.field(i).type) for i in here)
-            raise CorruptFile(f"{path}: column {ascii(name)[1:-1][:80]} must be string, int64, double or bool, found {said}.")
+            raise CorruptFile(
+                f"{path}: column {ascii(name)[1:-1][:80]} must be string, int64, double or bool, found {said}."
+            )
 
 
 def _same(found: pa.DataType, expected: pa.DataType) -> bool:
