@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import CorpusConfig, FiltersConfig
+from pipeline.corpus.conversations import check_text, read_messages, read_tools
+from pipeline.corpus.dropped import Dropped
 from pipeline.corpus.readers import RawDocument
 from teachercache.format.record import is_unicode
 
-
-class Dropped(Exception):
-    """A document is left out. `reason` is a slug that commits and `status` count."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+__all__ = ["Document", "Dropped", "ascii_json", "choose_split", "extract", "fraction_of"]
 
 
 @dataclass(slots=True)
@@ -50,34 +46,10 @@ def ascii_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
-def _text_value(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise Dropped("wrong_type", f"{name} is {type(value).__name__}, expected a string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:  # JSON may spell half of a surrogate pair
-        raise Dropped("invalid_utf8", name) from None
-    return value
-
-
-def _messages_value(value: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        raise Dropped("wrong_type", f"{name} should be a list of messages with a role")
-    if not value:
-        raise Dropped("empty")
-    messages = []
-    for message in value:
-        # a Parquet struct column fills the fields a message lacks with nulls
-        message = {k: v for k, v in message.items() if v is not None or k == "content"}
-        content = message.get("content")
-        if isinstance(content, str):
-            message["content"] = _text_value(content, "content")
-        elif content is None:
-            message["content"] = ""
-        elif not isinstance(content, list):
-            raise Dropped("wrong_type", "content should be a string or a list of parts")
-        messages.append(message)
-    return messages
+def _is_conversations(value: dict[str, Any]) -> bool:
+    """Return whether a row is ShareGPT's: its messages have another name and other keys."""
+    found = value.get("conversations")
+    return isinstance(found, list) and bool(found) and isinstance(found[0], dict) and "from" in found[0]
 
 
 def _array(value: Any, name: str) -> np.ndarray:
@@ -140,18 +112,22 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
 
     text, messages, ids, mask, tools, continuation = "", [], None, None, None, None
     if kind in ("text", "prompt"):
-        text = _text_value(*wanted(fields.text_column if kind == "text" else fields.prompt))
+        text = check_text(*wanted(fields.text_column if kind == "text" else fields.prompt))
         if not text.strip():
             raise Dropped("blank" if text else "empty")
         hashed = text.encode()
         if fields.continuation is not None:
-            continuation = _text_value(*wanted(fields.continuation))
+            continuation = check_text(*wanted(fields.continuation))
             if not continuation:
                 raise Dropped("empty_continuation")
             hashed += b"\0" + continuation.encode()
     elif kind == "messages":
-        messages = _messages_value(*wanted(fields.messages))
-        tools = value.get(fields.tools) if fields.tools else None
+        if value.get(str(fields.messages)) is None and _is_conversations(value):
+            messages = read_messages(value["conversations"], "conversations", value, arrow=raw.arrow)
+        else:
+            column, name = wanted(fields.messages)
+            messages = read_messages(column, name, value, arrow=raw.arrow)
+        tools = read_tools(value.get(fields.tools), fields.tools, arrow=raw.arrow) if fields.tools else None
         try:
             hashed = ascii_json([messages, tools]).encode()
         except (TypeError, ValueError):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config import JobConfig
 from pipeline.corpus.documents import Document, Dropped
-from pipeline.corpus.templates import Render, assistant_spans, end_markers, make_renderer, special_pattern
+from pipeline.corpus.templates import ChatTemplate, special_pattern
 from pipeline.corpus.windows import context_of, spans
 from teachercache import TokenizerSpec, fingerprint_tokenizer
 from teachercache.errors import UsageError
@@ -43,11 +43,15 @@ class Window:
 
 @dataclass(slots=True)
 class Tokens:
-    """A whole document in tokens: ids int32 [n] without an added BOS; learn bool [n], per token."""
+    """A whole document in tokens: ids int32 [n] without an added BOS; learn bool [n], per token.
+
+    unprinted: keys of a conversation's turns that its template leaves out.
+    """
 
     ids: np.ndarray
     learn: np.ndarray
     bos: bool
+    unprinted: frozenset[str] = frozenset()
 
 
 class Encoder:
@@ -66,13 +70,14 @@ class Encoder:
         self.add_bos = self._decide_bos(Path(model_path))
         if job.recipe.eos and self.eos_id is None and any(c.fields.kind == "text" for c in job.corpora):
             raise UsageError(f"{model_path}: recipe.eos is true, the tokenizer has no EOS token; set recipe.eos=false")
-        self._chat: Render | None = None
+        self.chat: ChatTemplate | None = None
         self.chat_template: str | None = None  # what conversations are rendered by
         self.stop_ids: list[int] = []  # in generate mode: ends of an answer, in addition to the teacher's
         if any(c.fields.kind == "messages" for c in job.corpora):
-            self._chat = self._renderer(model_path)
+            self.chat = self._make_chat(model_path)
+            self.chat_template = self.chat.source
             if job.recipe.mode == "generate":
-                ends = end_markers(self._chat, self._special)
+                ends = self.chat.end_markers()
                 self.stop_ids = [i for i in map(self.backend.token_to_id, ends) if i is not None]
         try:
             context_of(job.recipe.windows, job.window_size)
@@ -92,7 +97,7 @@ class Encoder:
             return bool(stated)
         return bool(self.backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id])
 
-    def _renderer(self, model_path: str | Path) -> Render:
+    def _make_chat(self, model_path: str | Path) -> ChatTemplate:
         from transformers import AutoTokenizer  # takes seconds to import: only where a template is rendered
 
         chat = self.job.recipe.chat
@@ -104,13 +109,12 @@ class Encoder:
             raise UsageError(f"recipe.chat.template or {model_path}: {str(error).splitlines()[0]}") from error
         if not (template or tokenizer.chat_template):
             raise UsageError(f"{model_path}: the tokenizer has no chat template; set recipe.chat.template")
-        self.chat_template = template or json.dumps(tokenizer.chat_template)  # a tokenizer may bring several, by name
-        return make_renderer(tokenizer, template, chat.template_args)
+        return ChatTemplate(tokenizer, template, chat.template_args, self._special)
 
     def render(self, *arguments: Any, **named: Any) -> str:
-        """Render a conversation by the job's chat template; see templates.make_renderer."""
-        assert self._chat is not None, "a job without messages has no template"
-        return self._chat(*arguments, **named)
+        """Render a conversation by the job's chat template; see ChatTemplate.render."""
+        assert self.chat is not None, "a job without messages has no template"
+        return self.chat.render(*arguments, **named)
 
     # -- text → tokens -------------------------------------------------------------------------------------------
 
@@ -168,14 +172,14 @@ class Encoder:
             raise Dropped("special_text", f"a message holds {found[0]!r}; recipe.special_text=as_tokens allows that")
         if generates and messages[-1]["role"] == "assistant":
             raise Dropped(ENDS_WITH_ASSISTANT, "there is no turn left to answer")
+        assert self.chat is not None, "a job without messages has no template"
         by_spans = chat.mask == "assistant" and not generates
-        parts: list[tuple[int, int]] = []
-        if by_spans:
-            text, parts = assistant_spans(messages, self.render, self._special, tools)
+        if generates:
+            rendered = self.chat.prompt(messages, tools)
         else:
-            text = self.render(messages, tools=tools, add_generation_prompt=generates)
+            rendered = self.chat.spans(messages, tools) if by_spans else self.chat.whole(messages, tools)
         try:
-            encoding = self.backend.encode(text, add_special_tokens=False)
+            encoding = self.backend.encode(rendered.text, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:  # half a surrogate pair, in a part of a message or a tool
             raise Dropped("invalid_utf8", "the rendered conversation") from error
         ids = np.asarray(encoding.ids, dtype=np.int32)
@@ -183,12 +187,12 @@ class Encoder:
             raise Dropped("empty")
         learn = np.full(ids.size, not generates)
         if by_spans:
-            learn = mask_of_spans(np.asarray(encoding.offsets, dtype=np.int64), parts)
+            learn = mask_of_spans(np.asarray(encoding.offsets, dtype=np.int64), rendered.spans)
             if not learn.any():
                 raise Dropped("mask_all_false", "no token is the assistant's")
         # `auto` leaves the BOS to the template; one that it writes is counted as the added one
         bos = self._leading_bos(ids)
-        return Tokens(ids[bos:], learn[bos:], bos > 0 or recipe.bos == "always")
+        return Tokens(ids[bos:], learn[bos:], bos > 0 or recipe.bos == "always", rendered.unprinted)
 
     def _given_tokens(self, document: Document) -> Tokens:
         ids = document.input_ids

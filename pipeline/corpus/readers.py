@@ -44,6 +44,7 @@ class RawDocument:
     value: dict[str, Any] | None
     problem: str | None = None
     end: int = 0  # of a line: the offset behind it
+    arrow: bool = False  # from Parquet: structs have a null for every key that another row has
 
 
 def file_format(url: str, corpus: CorpusConfig) -> tuple[str, str]:
@@ -259,7 +260,7 @@ def _read_parquet(url: str, corpus: CorpusConfig, start: int, stop: int) -> Iter
                     if row + batch.num_rows > start and row < stop:
                         low, high = max(start - row, 0), min(stop - row, batch.num_rows)
                         for index, value in enumerate(batch.slice(low, high - low).to_pylist()):
-                            yield RawDocument(row + low + index, value)
+                            yield RawDocument(row + low + index, value, arrow=True)
                     row += batch.num_rows
                     if row >= stop:
                         return

@@ -1,36 +1,37 @@
-"""Chat conversations → text and the character spans that the assistant wrote, for any template.
-
-Most stock templates mark nothing as the assistant's (no `{% generation %}`), and a mask that is all zero would train
-nothing. So spans are found by rendering: the start of turn i is where the generation prompt after messages[:i]
-ends in the full text; its end is found by putting other content into turn i and seeing where the two texts meet
-again, then taking the end marker (the special token that follows) along. Two renderings a turn.
-"""
+"""The chat template of a job: conversations → text, and which of its characters are learnt, for any template."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.corpus.documents import Dropped
+from pipeline.corpus.chat_spans import (
+    THOUGHTS,
+    Habits,
+    Layout,
+    Message,
+    Span,
+    Spans,
+    behind_header,
+    call_names,
+    common,
+    content_texts,
+)
+from pipeline.corpus.dropped import Dropped
+from pipeline.corpus.provenance import CONTENT, HEADER, compile_noting, owned_messages
 
-# private-use characters: no template trims them, no conversation ends with them
-_SENTINEL = "\ue0f1other\ue0f2"
-
-Render = Callable[..., str]
-
-
-def make_renderer(tokenizer: Any, template: str | None, arguments: dict[str, Any]) -> Render:
-    """Return render(messages, tools=None, add_generation_prompt=False) → text, by the tokenizer's Jinja environment."""
-
-    def render(messages: Sequence[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False) -> str:
-        try:
-            options = {"chat_template": template, "add_generation_prompt": add_generation_prompt, "tokenize": False}
-            return str(tokenizer.apply_chat_template(list(messages), tools=tools or None, **options, **arguments))
-        except Exception as error:  # jinja2 raises its own classes, templates raise through raise_exception()
-            raise Dropped("template_error", " ".join(str(error).split())[:200]) from error
-
-    return render
+_PROBES = ("Wxyz.", "Vuts.")  # answers that no template says by itself; their first letters differ
+_ASK: Message = {"role": "user", "content": "Qrst?"}
+_ANSWERS: list[Message] = [{"role": "assistant", "content": probe} for probe in _PROBES]
+_CALL = {"id": "Nopq56789", "type": "function", "function": {"name": "jklm", "arguments": {"ghi": "def"}}}
+_OPENING: list[Message] = [
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "assistant", "content": _PROBES[0], **dict.fromkeys(THOUGHTS, _PROBES[1])},
+]
 
 
 def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -38,69 +39,244 @@ def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(sorted((re.escape(t) for t in tokens if t), key=len, reverse=True)) or r"(?!)")
 
 
-def end_markers(render: Render, special: re.Pattern[str]) -> list[str]:
-    """Return the special token that follows an answer, where the template writes one: what a teacher must stop at."""
-    try:
-        text = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}])
-    except Dropped:  # a template that refuses so plain a conversation shows no end
-        return []
-    found = special.search(text, text.rfind(_SENTINEL)) if _SENTINEL in text else None
-    return [found[0]] if found else []
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text; spans: what is learnt; unprinted: keys of turns that the template leaves out."""
+
+    text: str
+    spans: list[Span]
+    unprinted: frozenset[str] = frozenset()
 
 
-def _common_prefix(a: str, b: str) -> int:
-    """Return the length of the longest common prefix, by bisection over slices (no Python loop over characters)."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+class ChatTemplate:
+    """Renders by a tokenizer's Jinja environment, or by `template`.
 
-
-def _end_of_turn(full: str, start: int, other: str, special: re.Pattern[str]) -> int:
-    """Return the end of the turn that begins at `start`, end marker included; `other` has other content in that turn."""
-    # the suffix may not reach back into what is before the turn
-    suffix = _common_prefix(full[start:][::-1], other[::-1])
-    end = len(full) - suffix
-    written = other.rfind(_SENTINEL) + len(_SENTINEL)
-    if written < len(_SENTINEL):
-        raise Dropped("template_drops_turn", "the template leaves an assistant turn out")
-    if written < len(other) - suffix:
-        # the two turns end in different markers (a call and an answer): ours lies before the meeting point
-        for match in special.finditer(full, start):
-            if match.start() < end <= match.end():
-                return match.end()
-        return end
-    following = special.search(full, end)
-    return following.end() if following else end
-
-
-def assistant_spans(
-    messages: Sequence[dict[str, Any]], render: Render, special: re.Pattern[str], tools: Any = None
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered conversation and the [start, end) spans of the assistant's turns with end markers.
-
-    Raises Dropped("template_unstable") where the template renders the beginning of a conversation differently once
-    more messages follow, in a way that hides where a turn starts.
+    arguments: the template's keyword arguments. date: the day that a template prints. Thread-safe; what a template does
+    with plain answers is learnt once a template.
     """
-    full = render(messages, tools=tools)
-    spans: list[tuple[int, int]] = []
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        arguments: dict[str, Any],
+        special: re.Pattern[str],
+        date: datetime.date | None = None,
+    ) -> None:
+        self._tokenizer, self._template, self._special = tokenizer, template, special
+        self._arguments = dict(arguments)
+        if date is not None:
+            moment = datetime.datetime(date.year, date.month, date.day)
+            self._arguments.setdefault("strftime_now", moment.strftime)
+        self._habits: dict[tuple[str, bool], Habits] = {}
+
+    @property
+    def source(self) -> str:
+        """Return the text of the template; of several by name, as JSON."""
+        return self._template or json.dumps(self._tokenizer.chat_template)
+
+    @property
+    def prints_date(self) -> bool:
+        """Return whether the text depends on the day, unless an argument of the template fixes it."""
+        return "strftime_now" in self.source and not {"date_string", "strftime_now"} & self._arguments.keys()
+
+    # -- rendering -----------------------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> str:
+        """Return the text of `apply_chat_template`. Raises Dropped("template_error")."""
+        options = {"chat_template": self._template, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+        try:
+            made = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools or None, **options, **self._arguments
+            )
+        except Exception as error:  # jinja2 raises its own classes, templates raise through raise_exception()
+            raise Dropped("template_error", " ".join(str(error).split())[:200]) from error
+        return str(made)
+
+    def _layout(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> Layout:
+        """Return the same rendering with notes, taken apart."""
+        try:
+            compiled = compile_noting(self._tokenizer.get_chat_template(self._template, tools or None))
+            values = {**self._tokenizer.special_tokens_map, **self._arguments}
+            noted = compiled.render(
+                messages=owned_messages(messages),
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **values,
+            )
+        except Exception as error:
+            raise Dropped("template_error", " ".join(str(error).split())[:200]) from error
+        return Layout(noted)
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
+        """Return the conversation up to where the assistant's next turn begins; nothing of it is learnt."""
+        return self._first_of(messages, tools, lambda m: Rendered(self.render(m, tools, True), []))
+
+    def spans(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
+        """Return the conversation and what is learnt of it. Raises Dropped where that is not certain."""
+        return self._first_of(messages, tools, lambda m: self._spans(m, tools))
+
+    def whole(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
+        """Return the conversation, to be learnt as a whole. Raises Dropped where the template leaves out a part of a turn."""
+        try:
+            return self.spans(messages, tools)
+        except Dropped as drop:
+            if drop.reason not in ("template_mixes_turns", "template_unclear"):
+                raise
+            return self._first_of(messages, tools, lambda m: Rendered(self.render(m, tools), []))
+
+    def _spans(self, messages: Sequence[Message], tools: Any) -> Rendered:
+        text = self.render(messages, tools)
+        layout = self._layout(messages, tools)
+        if layout.text != text:
+            raise Dropped("template_unclear", "with notes the template renders another text")
+        if _prints_none(layout, messages):
+            raise Dropped("template_error", "the template prints None for content that is null")
+        spans = Spans(
+            layout, messages, self.habits(tools), self._special, lambda i: self._layout(messages[: i + 1], tools)
+        )
+        found = spans.find()
+        return Rendered(text, found, frozenset(spans.unprinted))
+
+    # -- spellings -----------------------------------------------------------------------------------------------
+
+    def _spellings(self, messages: Sequence[Message], tools: Any) -> list[Sequence[Message]]:
+        """Return a conversation as it is, and in other spellings of the same, for templates that refuse the first."""
+        habits = self.habits(tools)
+        lists = any(isinstance(m.get("content"), list) for m in messages)
+        if habits.needs_parts:
+            messages = [_in_parts(m) for m in messages]
+        elif lists and not habits.takes_parts:
+            messages = [_in_one(m) for m in messages]
+        simpler = [_simple(m) for m in messages]
+        if habits.needs_parts:
+            simpler = [_in_parts(m) for m in simpler]
+        return [messages] if simpler == list(messages) else [messages, simpler]
+
+    def _first_of(
+        self, messages: Sequence[Message], tools: Any, make: Callable[[Sequence[Message]], Rendered]
+    ) -> Rendered:
+        """Return what is made of the first spelling that the template takes."""
+        *others, last = self._spellings(messages, tools)
+        for spelling in others:
+            try:
+                return make(spelling)
+            except Dropped as drop:
+                if drop.reason != "template_error":
+                    raise
+        return make(last)
+
+    # -- habits --------------------------------------------------------------------------------------------------
+
+    def habits(self, tools: Any = None) -> Habits:
+        """Return what the template does with plain answers; learnt once."""
+        try:
+            template = self._tokenizer.get_chat_template(self._template, tools or None)
+        except ValueError as error:
+            raise Dropped("template_error", str(error)) from error
+        key = (template, bool(tools))
+        if key not in self._habits:
+            self._habits[key] = self._learn_habits(tools)
+        return self._habits[key]
+
+    def _learn_habits(self, tools: Any) -> Habits:
+        strings = [_ASK, _ANSWERS[0], _ASK, _ANSWERS[1]]
+        lists = [_in_parts(m) for m in strings]
+        takes, needs = (_shows(self._try(form, tools), len(form)) for form in (lists, strings))
+        needs_parts = takes and not needs
+        form = lists if needs_parts else strings
+        habits = Habits(needs_parts=needs_parts, takes_parts=takes)
+        with_prompt, without = self._try(form[:1], tools, True), self._try(form[:1], tools)
+        if with_prompt is not None:
+            shared = common(with_prompt.text, without.text if without is not None else "")
+            if without is None or not shared:  # it refuses an open question without a prompt: what follows the question
+                last = max((w.stop for w in with_prompt.words), default=0)
+                shared = with_prompt.text[:last]
+            habits = replace(habits, prompt=with_prompt.text[len(shared) :])
+        both = self._try(form, tools)
+        if both is not None:
+            words = {o: [w for w in both.words if w.owner == o and w.kind == CONTENT] for o in (1, 3)}
+            run = next(
+                (r for r in both.runs if r.owner == 1 and words[1] and r.start <= words[1][0].start < r.stop), None
+            )
+            if run is not None:
+                habits = replace(habits, header=both.text[run.start : words[1][0].start])
+            if words[3]:
+                habits = replace(habits, end=both.text[words[3][-1].stop :])
+        return replace(habits, openers=tuple(filter(None, (self._opener(m, habits, form, tools) for m in _OPENING))))
+
+    def _opener(self, message: Message, habits: Habits, form: Sequence[Message], tools: Any) -> str:
+        """Return the text between a turn's header and its first word."""
+        made = self._try([form[0], _in_parts(message) if habits.needs_parts else message], tools)
+        own = [w for w in made.words if w.owner == 1 and w.kind != HEADER] if made is not None else []
+        run = (
+            next((r for r in made.runs if r.owner == 1 and r.start <= own[0].start < r.stop), None)
+            if made and own
+            else None
+        )
+        if made is None or run is None:
+            return ""
+        before = made.text[run.start : own[0].start]
+        header = behind_header(before, habits)
+        return "" if header is None else before[header:]
+
+    def _try(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> Layout | None:
+        try:
+            return self._layout(messages, tools, add_generation_prompt)
+        except Dropped:
+            return None
+
+    def end_markers(self) -> list[str]:
+        """Return the special token that follows an answer, where the template writes one: a teacher stops at it."""
+        found = self._special.search(self.habits().end)
+        return [found[0]] if found else []
+
+
+def _shows(layout: Layout | None, count: int) -> bool:
+    """Return whether the contents of all `count` messages are in a rendering."""
+    return layout is not None and len({w.owner for w in layout.words if w.kind == CONTENT}) == count
+
+
+def _prints_none(layout: Layout, messages: Sequence[Message]) -> bool:
+    """Return whether `None` is printed in the turn of a message without content, where no message says so."""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message.get("content") is not None:
             continue
-        before = render(messages[:index], tools=tools, add_generation_prompt=True)
-        start = _common_prefix(full, before)
-        if start < len(before):
-            # a generation prompt may add text that a finished turn lacks (an empty thought); never less than a header
-            header = render(messages[:index], tools=tools)
-            if start <= _common_prefix(full, header):
-                raise Dropped("template_unstable", f"turn {index} does not start where its generation prompt ends")
-        replaced = [*messages[:index], {"role": "assistant", "content": _SENTINEL}, *messages[index + 1 :]]
-        end = _end_of_turn(full, start, render(replaced, tools=tools), special)
-        start = max(start, spans[-1][1] if spans else 0)
-        if end > start:
-            spans.append((start, end))
-    return full, spans
+        own = "".join(layout.text[r.start : r.stop] for r in layout.runs if r.owner == index)
+        said = "".join(layout.text[w.start : w.stop] for w in layout.words if w.owner == index)
+        if own.count("None") > said.count("None"):
+            return True
+    return False
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _in_one(message: Message) -> Message:
+    return (
+        {**message, "content": "".join(content_texts(message))} if isinstance(message.get("content"), list) else message
+    )
+
+
+def _simple(message: Message) -> Message:
+    """Return a message whose content is a string and whose calls have objects as arguments."""
+    made = dict(message)
+    if made.get("content") is None:
+        made["content"] = ""
+    if call_names(made):
+        made["tool_calls"] = [_simple_call(call) for call in made["tool_calls"]]
+    return made
+
+
+def _simple_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": value}} if isinstance(value, dict) else call

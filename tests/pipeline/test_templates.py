@@ -41,7 +41,6 @@ EXPECTED = {
     ("smollm2", "multi"): ["Hi there.<|im_end|>", "Still here.<|im_end|>"],
     ("smollm2", "system"): ["Hi there.<|im_end|>", "Still here.<|im_end|>"],
     ("smollm2", "empty"): ["<|im_end|>", "Still here.<|im_end|>"],
-    ("smollm2", "tool"): ["<|im_end|>", "It is 3.<|im_end|>"],  # this template does not render calls
     ("smollm2", "open"): ["Hi there.<|im_end|>", "Still here.<|im_end|>"],
     ("smollm2", "thought"): ["Hi there.<|im_end|>", "Still here.<|im_end|>"],
     ("llama31", "multi"): ["Hi there.<|eot_id|>", "Still here.<|eot_id|>"],
@@ -130,6 +129,11 @@ def test_mask_covers_exactly_the_assistant_and_its_end_marker(folder, family, ki
     # and the whole is what the template renders
     text = encoder.backend.decode(tokens.ids.tolist(), skip_special_tokens=False)
     assert text == encoder.render([m | {"content": m.get("content") or ""} for m in CONVERSATIONS[kind]], tools=tools)
+
+
+def test_template_that_prints_no_calls_drops_the_document(folder):
+    with pytest.raises(Dropped, match="template_drops_call"):
+        tokens_of(make_encoder(folder, "smollm2"), TOOL, TOOLS)
 
 
 def test_template_that_refuses_a_conversation_drops_the_document(folder):
