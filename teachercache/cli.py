@@ -235,26 +235,36 @@ def verify(
     url: Url,
     manifest: ManifestNumber = None,
     sample: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the files to read; others: presence, size.")
-    ] = 1.0,
+        int | None, typer.Option(min=0, help="Read only this many files; of the others check presence and size.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Files read at the same time.")] = 4,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Remember here what was read, so that an interrupted run goes on.", parser=local_path, metavar="path"
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Read everything and check it: seals, checksums, counts, every invariant of every row, no document twice.
 
     Exit status 1 and a list of what is wrong, or 0.
 
-    Example: teachercache verify s3://bucket/cache --sample 0.1
+    Example: teachercache verify s3://bucket/cache --sample 10
     """
     store = Store.open(url)
     spec = Ledger(store).spec()
     pinned = None if manifest is None else opened(url, manifest).manifest
     with progress_bar("verifying") as progress:
-        found = run_verify(store, spec, pinned, sample=sample, threads=threads, progress=progress)
+        found = run_verify(store, spec, pinned, sample=sample, threads=threads, state=state, progress=progress)
     lines = [f"{problem.code} {problem.message}" for problem in found.problems]
     number = "no manifest" if found.manifest is None else f"manifest {found.manifest}"
-    what = f"{found.files_read} of {found.files} files read, {found.records:,} records, {found.rows:,} rows"
-    lines.append(f"{'ok' if found.ok else f'{len(lines)} problems'}: {number}, {what}")
+    what = f"{found.files_read:,} of {found.files:,} files read, {found.records:,} records, {found.rows:,} rows"
+    if found.files_skipped:
+        what += f"; {found.files_skipped:,} were read before"
+    if found.sampled:
+        what += "; a sample, which finds no document twice and checks no drops"
+    lines.append(f"{'ok' if found.ok else f'{len(found.problems)} problems'}: {number}, {what}")
     answer("\n".join(lines), dataclasses.asdict(found) | {"ok": found.ok}, json_)
     raise typer.Exit(int(not found.ok))
 

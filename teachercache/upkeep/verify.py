@@ -1,31 +1,39 @@
-"""verify: read everything that a cache claims, and list what is not so."""
+"""verify: read everything that a cache claims, or a sample of it, and list what is not so."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
-from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, StoreDenied, TeacherCacheError
+from teachercache.errors import CorruptFile, InvalidRecord, MissingObject, StoreDenied, TeacherCacheError, UsageError
 from teachercache.format import layout
 from teachercache.format.objects import COUNTS, Commit, Manifest, ManifestFile, Plan
 from teachercache.format.record import Record, check_record, content_key
 from teachercache.format.spec import CacheSpec
+from teachercache.parquet.block import Block
 from teachercache.parquet.datafile import DataFile
 from teachercache.read.tokenizer import check_tokenizer
 from teachercache.store.ledger import Ledger, read_sealed
 from teachercache.store.liveness import live_commits, resolve_replacements
 from teachercache.store.store import Store
-from teachercache.write.uniqueness import check_unique
+from teachercache.write.uniqueness import FileKeys, check_unique, keys_of
 
 PROBLEMS_PER_FILE = 20
 THREADS = 16  # small objects read at the same time
+LARGE_BYTES = 2**26
+_large = (
+    threading.Lock()
+)  # row groups beyond LARGE_BYTES are checked one at a time, which bounds the memory of all threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +50,10 @@ class Verification:
     """What was looked at, and what was wrong with it."""
 
     manifest: int | None = None
+    sampled: bool = False
     files: int = 0
     files_read: int = 0
+    files_skipped: int = 0  # an earlier run with the same state read them
     bytes_read: int = 0
     records: int = 0
     rows: int = 0
@@ -74,49 +84,67 @@ def verify(
     spec: CacheSpec,
     manifest: Manifest | None = None,
     *,
-    sample: float = 1.0,
+    sample: int | None = None,
     threads: int = 4,
+    state: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Check a manifest (default: the newest), the commits, and every file of both.
 
-    Every object's seal; that commits and manifest agree; of each file its presence, size, sha256, footer, counts and
-    every invariant of every row; content keys; that no document is there twice. `sample` < 1 reads that share of the
-    files, and of the others checks presence and size. Reads each file once, through `threads` local temporary copies.
+    Every object's seal; that manifest, commits and plans agree, and that the manifest's counts are theirs; of each file
+    its presence and size by a listing, its sha256, footer, counts and every invariant of every row; content keys; that no
+    document is there twice. Reads each file once, through `threads` local temporary copies.
+
+    sample    reads this many files whole, chosen by a fixed seed, with their commits; of all others it checks presence and
+              size. What needs every commit or every file is left out: drops, documents, the search for doubles
+    state     a file that remembers which files were read and found sound, so that a run that was ended goes on; of these
+              only the keys are read again. UsageError where it is another cache's
     """
-    found = Verification()
+    found = Verification(sampled=sample is not None)
+    done = _State(state, store, spec) if state else None
     with found.collecting(layout.MANIFESTS):
         manifest = manifest or Ledger(store, spec).newest_manifest()
-    commits = _check_commits(store, spec, found)
     found.manifest = manifest.number if manifest else None
-    files = _files_to_check(manifest, commits, found)
+    data = {o.path: o.size for o in store.list(layout.DATA)}
+    listed = [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
+    draw = random.Random(0)
+    if sample is None:
+        commits = _check_commits(store, spec, listed, found)
+        files = _files_to_check(manifest, commits, found)
+        chosen = files
+    else:
+        files = list(manifest.files) if manifest else []
+        chosen = draw.sample(files, min(sample, len(files)))
+        names = {layout.commit_path(entry.shard_id) for entry in chosen}
+        names |= set() if manifest else set(draw.sample(listed, min(sample, len(listed))))
+        commits = _check_commits(store, spec, sorted(names.intersection(listed)), found)
+        _check_sampled(files, chosen, commits, set(listed), found)
     if manifest:
-        _check_plans(store, manifest, found)
+        plans = _check_plans(store, manifest, sample, draw, found)
+        if sample is None and plans is not None:
+            _check_shards(manifest, commits, plans, found)
     with found.collecting(layout.TOKENIZER):
         check_tokenizer(store, spec.tokenizer)
     found.files = len(files)
-    chosen = set(random.Random(0).sample(range(len(files)), max(1, round(sample * len(files))))) if files else set()
-
-    with ThreadPoolExecutor(threads) as pool:
-        parts = pool.map(lambda i: _check_file(store, spec, files[i], whole=i in chosen), range(len(files)))
-        for done, part in enumerate(parts, 1):
-            found.files_read += part.files_read
-            found.bytes_read += part.bytes_read
-            found.records += part.records
-            found.rows += part.rows
-            found.problems += part.problems
-            if progress:
-                progress(done, len(files))
-    broken = {p.path for p in found.problems}
-    with found.collecting(layout.DATA):
-        allowed = bool(manifest and manifest.repeated_content)
-        check_unique(store, [f for f in files if f.path not in broken], spec, allow_repeated_content=allowed)
+    for entry in files:
+        with found.collecting(entry.path):
+            _check_listed(entry, data)
+    there = [entry for entry in chosen if data.get(entry.path) == entry.size]
+    skipped = {entry.path for entry in there if done and entry.sha256 in done.sound}
+    found.files_skipped = len(skipped)
+    keys = _read_files(store, spec, [e for e in there if e.path not in skipped], threads, done, found, progress)
+    if sample is None:
+        _check_documents(store, spec, manifest, files, keys, found)
+    elif manifest:
+        _check_bounds(manifest, found)
     return found
 
 
-def _check_commits(store: Store, spec: CacheSpec, found: Verification) -> list[Commit]:
+# ---- objects ---------------------------------------------------------------------------------------------------
+
+
+def _check_commits(store: Store, spec: CacheSpec, paths: Sequence[str], found: Verification) -> list[Commit]:
     commits = []
-    paths = [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
     with ThreadPoolExecutor(THREADS) as pool:
         checks = [pool.submit(_checked_commit, store, spec, path) for path in paths]
         for path, check in zip(paths, checks, strict=True):
@@ -137,61 +165,200 @@ def _checked_commit(store: Store, spec: CacheSpec, path: str) -> Commit:
     return commit
 
 
+def _named(commits: Sequence[Commit]) -> dict[str, ManifestFile]:
+    return {entry.path: ManifestFile(**entry.model_dump(), shard_id=c.shard_id) for c in commits for entry in c.files}
+
+
 def _files_to_check(manifest: Manifest | None, commits: Sequence[Commit], found: Verification) -> list[ManifestFile]:
     """Return the files of the manifest and of commits that are not published yet."""
-    named = {entry.path: ManifestFile(**entry.model_dump(), shard_id=c.shard_id) for c in commits for entry in c.files}
+    named = _named(commits)
     files = list(manifest.files) if manifest else []
     for entry in files:
-        if named.get(entry.path) != entry:
-            what = "no commit names it" if entry.path not in named else "its commit describes it differently"
-            found.add(entry.path, MissingObject(f"{entry.path} is in manifest but {what}."))
-    published = {entry.path for entry in files}
+        _compare(entry, named.get(entry.path), found)
+    published, shards = {entry.path for entry in files}, {entry.shard_id for entry in files}
     live = live_commits(commits, resolve_replacements(commits, manifest.replaced if manifest else {}))
-    files += [named[entry.path] for c in live for entry in c.files if entry.path not in published]
+    for commit in live:
+        for entry in commit.files:
+            if entry.path not in published:
+                files.append(named[entry.path])
+                if commit.shard_id in shards:
+                    said = f"{entry.path} of shard {commit.shard_id} is in its commit but not in the manifest."
+                    found.add(entry.path, CorruptFile(said))
     return files
 
 
-def _check_plans(store: Store, manifest: Manifest, found: Verification) -> None:
+def _compare(entry: ManifestFile, committed: ManifestFile | None, found: Verification) -> None:
+    if committed != entry:
+        what = "no commit names it" if committed is None else "its commit describes it differently"
+        found.add(entry.path, MissingObject(f"{entry.path} is in manifest but {what}."))
+
+
+def _check_sampled(
+    files: Sequence[ManifestFile],
+    chosen: Sequence[ManifestFile],
+    commits: Sequence[Commit],
+    listed: Collection[str],
+    found: Verification,
+) -> None:
+    """Check that each shard of a manifest has a commit, by the listing, and that those of the sample agree."""
+    for shard in sorted({entry.shard_id for entry in files}):
+        if (path := layout.commit_path(shard)) not in listed:
+            found.add(path, MissingObject(f"{path} does not exist, but the manifest has files of its shard."))
+    named, read = _named(commits), {commit.shard_id for commit in commits}
+    for entry in chosen:
+        if entry.shard_id in read:
+            _compare(entry, named.get(entry.path), found)
+
+
+def _check_plans(
+    store: Store, manifest: Manifest, sample: int | None, draw: random.Random, found: Verification
+) -> list[Plan] | None:
+    """Return the manifest's plans, all of them; None where one is missing or was not in the sample."""
+    there = {o.path for o in store.list(layout.PLANS)}
+    digests = manifest.plans
+    if sample is not None and sample < len(digests):
+        digests = draw.sample(digests, sample)
+    plans = []
     for digest in manifest.plans:
         path = layout.plan_path(digest)
         with found.collecting(path):
-            if read_sealed(store, Plan, path).digest != digest:
-                raise MissingObject(f"{path} does not have the digest of its name.")
+            if path not in there:
+                raise MissingObject(f"{path} does not exist, but the manifest names it.")
+            if digest in digests:
+                plan = read_sealed(store, Plan, path)
+                if plan.digest != digest:
+                    raise MissingObject(f"{path} does not have the digest of its name.")
+                plans.append(plan)
+    return plans if len(plans) == len(manifest.plans) else None
 
 
-def _check_file(store: Store, spec: CacheSpec, entry: ManifestFile, *, whole: bool) -> Verification:
-    found = Verification()
-    with found.collecting(entry.path):
-        size = store.head(entry.path).size
-        if size != entry.size:
-            raise MissingObject(f"{entry.path} has {size:,} bytes, its entry says {entry.size:,}.")
-        if whole:
-            with tempfile.TemporaryDirectory(prefix="teachercache-verify-") as folder:
-                _check_contents(store, spec, entry, Path(folder) / "copy.parquet", found)
-    return found
+def _check_shards(manifest: Manifest, commits: Sequence[Commit], plans: Sequence[Plan], found: Verification) -> None:
+    """Compare what a manifest says of its shards with what commits and plans give.
+
+    A commit without files, or one whose replacement does not count, leaves no trace in a manifest: it may have come
+    before or after it. Both are accepted.
+    """
+    path = layout.manifest_path(manifest.number)
+    by_shard = {commit.shard_id: commit for commit in commits}
+    winners = set(manifest.replaced.values())
+    surely = {entry.shard_id for entry in manifest.files} | set(manifest.replaced) | winners
+    perhaps = surely | {c.shard_id for c in commits if not c.files or c.replaces}
+    planned = {shard.shard_id for plan in plans for shard in plan.shards}
+
+    def say(what: str, said: object, least: object, most: object) -> None:
+        expected = f"{least}" if least == most else f"{least} to {most}"
+        text = f"{path} says {what} {said}, its commits and plans give {expected}."
+        found.add(path, CorruptFile(text))
+
+    def between(what: str, said: int, least: int, most: int) -> None:
+        if not least <= said <= most:
+            say(what, said, least, most)
+
+    between("shards_planned", manifest.shards_planned, len(planned), len(planned))
+    committed = [len(planned & shards) if planned else len(shards) for shards in (surely, perhaps)]
+    between("shards_committed", manifest.shards_committed, *committed)
+    between("shards_quarantined", manifest.shards_quarantined, 0, len(planned - surely))
+    if manifest.complete and planned - perhaps:
+        say("complete", True, False, False)
+    elif not manifest.complete and not planned - surely:
+        say("complete", False, True, True)
+    for old, new in manifest.replaced.items():
+        if new not in by_shard or old not in by_shard[new].replaces:
+            say(f"that shard {old} was replaced by", new, "no such replacement", "no such replacement")
+    least: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for commit in commits:
+        if commit.shard_id in surely and (not commit.replaces or commit.shard_id in winners):
+            least.update(commit.drops)
+        if commit.shard_id in perhaps:
+            most.update(commit.drops)
+    for reason in sorted({*manifest.drops, *least}):
+        between(f"drops of {reason!a}", manifest.drops.get(reason, 0), least[reason], most[reason])
 
 
-def _check_contents(store: Store, spec: CacheSpec, entry: ManifestFile, copy: Path, found: Verification) -> None:
-    with copy.open("wb") as out:
-        digest = store.download(entry.path, entry.size, out)
-    found.files_read, found.bytes_read = 1, entry.size
-    if digest != entry.sha256:
-        found.add(entry.path, CorruptFile(f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}."))
-    tokens, documents = 0, set()
-    with DataFile(store, entry, spec, local=pa.memory_map(str(copy))) as file:
-        for record in file.records(check=False):
-            found.records += 1
-            found.rows += len(record.row_pos)
-            tokens += len(record.input_ids)
-            documents.add(record.doc_id)
-            if len(found.problems) < PROBLEMS_PER_FILE:
-                with found.collecting(entry.path):
-                    _check_row_invariants(record, spec)
-    counted = {"records": found.records, "rows": found.rows, "tokens": tokens, "documents": len(documents)}
-    for name, value in counted.items():
-        if getattr(entry, name) != value:
-            said = f"{entry.path} holds {value:,} {name}, its entry says {getattr(entry, name):,}."
+def _check_bounds(manifest: Manifest, found: Verification) -> None:
+    """Compare the number of documents with those of the files: shards of one document's windows may share it."""
+    counts = [entry.documents for entry in manifest.files]
+    if not max(counts, default=0) <= manifest.documents <= sum(counts):
+        said = f"says {manifest.documents:,} documents, its files give {max(counts, default=0):,} to {sum(counts):,}."
+        found.add(layout.MANIFESTS, CorruptFile(f"{layout.manifest_path(manifest.number)} {said}"))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def _check_listed(entry: ManifestFile, data: Mapping[str, int]) -> None:
+    size = data.get(entry.path)
+    if size is None:
+        raise MissingObject(f"{entry.path} does not exist.")
+    if size != entry.size:
+        raise MissingObject(f"{entry.path} has {size:,} bytes, its entry says {entry.size:,}.")
+
+
+def _read_files(
+    store: Store,
+    spec: CacheSpec,
+    files: Sequence[ManifestFile],
+    threads: int,
+    done: _State | None,
+    found: Verification,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, FileKeys]:
+    """Check files whole; returns the keys of those that could be read."""
+    keys: dict[str, FileKeys] = {}
+    with ThreadPoolExecutor(threads) as pool:
+        parts = pool.map(lambda entry: _check_file(store, spec, entry), files)
+        for number, (entry, (part, of_file)) in enumerate(zip(files, parts, strict=True), 1):
+            found.files_read += part.files_read
+            found.bytes_read += part.bytes_read
+            found.records += part.records
+            found.rows += part.rows
+            found.problems += part.problems
+            if of_file is not None:
+                keys[entry.path] = of_file
+            if done and part.ok:
+                done.add(entry)
+            if progress:
+                progress(number, len(files))
+    return keys
+
+
+def _check_file(store: Store, spec: CacheSpec, entry: ManifestFile) -> tuple[Verification, FileKeys | None]:
+    found, keys = Verification(), None
+    with found.collecting(entry.path), tempfile.TemporaryDirectory(prefix="teachercache-verify-") as folder:
+        copy = Path(folder) / "copy.parquet"
+        with copy.open("wb") as out:
+            digest = store.download(entry.path, entry.size, out)
+        found.files_read, found.bytes_read = 1, entry.size
+        if digest != entry.sha256:
+            said = f"{entry.path} has sha256 {digest[:12]}, expected {entry.sha256[:12]}."
             found.add(entry.path, CorruptFile(said))
+        documents: set[str] = set()
+        with (
+            DataFile(store, entry, spec, local=pa.memory_map(str(copy))) as file,
+            contextlib.closing(_checked_blocks(file, spec, documents, found)) as blocks,
+        ):
+            keys = keys_of(entry, blocks)
+        if entry.documents != len(documents):
+            said = f"{entry.path} holds {len(documents):,} documents, its entry says {entry.documents:,}."
+            found.add(entry.path, CorruptFile(said))
+    return found, keys
+
+
+def _checked_blocks(file: DataFile, spec: CacheSpec, documents: set[str], found: Verification) -> Iterator[Block]:
+    """Yield each block of a file after a check of its records. Counts of tokens and rows are checked by DataFile."""
+    for i in range(file.num_groups):
+        with _large if file.group_bytes(i) > LARGE_BYTES else contextlib.nullcontext():
+            block = file.read_group(i, check=False)
+            for record in block.records():
+                found.records += 1
+                found.rows += len(record.row_pos)
+                documents.add(record.doc_id)
+                if len(found.problems) < PROBLEMS_PER_FILE:
+                    with found.collecting(file.entry.path):
+                        _check_row_invariants(record, spec)
+            yield block
+            del block, record
 
 
 def _check_row_invariants(record: Record, spec: CacheSpec) -> None:
@@ -199,3 +366,45 @@ def _check_row_invariants(record: Record, spec: CacheSpec) -> None:
     if record.content_key != content_key(spec.digest, record.input_ids, record.row_pos):
         said = "content_key is not that of its tokens"
         raise InvalidRecord("content_key", said, doc_id=record.doc_id, window=record.window)
+
+
+def _check_documents(
+    store: Store,
+    spec: CacheSpec,
+    manifest: Manifest | None,
+    files: Sequence[ManifestFile],
+    keys: Mapping[str, FileKeys],
+    found: Verification,
+) -> None:
+    """Check that no document is there twice, and that the manifest counts documents and repeated content rightly."""
+    broken = {p.path for p in found.problems}
+    whole = [f for f in files if f.path not in broken]
+    with found.collecting(layout.DATA):
+        if manifest and len(whole) == len(files):
+            counts = check_unique(store, manifest.files, spec, allow_repeated_content=True, known=keys)
+            said = (manifest.documents, manifest.repeated_content)
+            for name, value, held in zip(("documents", "repeated_content"), said, counts, strict=True):
+                if value != held:
+                    text = f"{layout.manifest_path(manifest.number)} says {name} {value:,}, its files give {held:,}."
+                    found.add(layout.MANIFESTS, CorruptFile(text))
+        allowed = bool(manifest and manifest.repeated_content)
+        if not manifest or len(whole) != len(manifest.files) or not allowed:
+            check_unique(store, whole, spec, allow_repeated_content=allowed, known=keys)
+
+
+class _State:
+    """The sha256 of files that earlier runs read and found sound, one a line after a first line that names the cache."""
+
+    def __init__(self, path: Path, store: Store, spec: CacheSpec) -> None:
+        self.path = path
+        first = json.dumps({"cache": store.url, "spec": spec.digest})
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        if lines and lines[0] != first:
+            raise UsageError(f"{path} is not the state of a verification of {store.url}; give another file.")
+        if not lines:
+            path.write_text(first + "\n", encoding="utf-8")
+        self.sound = set(lines[1:])
+
+    def add(self, entry: ManifestFile) -> None:
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(entry.sha256 + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from teachercache.errors import DuplicateDocument, RepeatedContent
 from teachercache.format.objects import FileEntry
 from teachercache.format.spec import CacheSpec
+from teachercache.parquet.block import Block
 from teachercache.parquet.datafile import DataFile
 from teachercache.store.store import Store
 
@@ -20,24 +21,31 @@ THREADS = 8
 Keys = npt.NDArray[np.void]  # 16-byte hashes
 
 
-class _FileKeys(NamedTuple):
+class FileKeys(NamedTuple):
+    """What tells the records of one file from those of others."""
+
     windows: Keys  # [records] hash of (split, source, doc_id, window)
     documents: Keys  # [documents] hash of (split, source, doc_id)
     content: Keys  # [records]
 
 
 def check_unique(
-    store: Store, files: Sequence[FileEntry], spec: CacheSpec, *, allow_repeated_content: bool = False
+    store: Store,
+    files: Sequence[FileEntry],
+    spec: CacheSpec,
+    *,
+    allow_repeated_content: bool = False,
+    known: Mapping[str, FileKeys] | None = None,
 ) -> tuple[int, int]:
     """Return the number of documents, and of records whose content is in another split too.
 
     A document is a distinct (split, source, doc_id). Raises DuplicateDocument, and RepeatedContent unless allowed. Reads
-    the key columns of every file: about 40 bytes a record.
+    the key columns of every file: about 40 bytes a record. `known` saves reading those of some files, by path.
     """
     if not files:
         return 0, 0
     with ThreadPoolExecutor(THREADS) as pool:
-        keys = list(pool.map(lambda entry: _keys_of(store, entry, spec), files))
+        keys = list(pool.map(lambda entry: (known or {}).get(entry.path) or _read_keys(store, entry, spec), files))
     _refuse_duplicates(store, files, [k.windows for k in keys], spec)
     repeated = _count_repeated(files, [k.content for k in keys])
     if repeated and not allow_repeated_content:
@@ -48,18 +56,23 @@ def check_unique(
     return len(np.unique(np.concatenate([k.documents for k in keys]))), repeated
 
 
-def _keys_of(store: Store, entry: FileEntry, spec: CacheSpec) -> _FileKeys:
+def _read_keys(store: Store, entry: FileEntry, spec: CacheSpec) -> FileKeys:
+    with DataFile(store, entry, spec) as file:
+        return keys_of(entry, file.blocks({"doc_id", "window", "content_key"}))
+
+
+def keys_of(entry: FileEntry, blocks: Iterable[Block]) -> FileKeys:
+    """Return the keys of a file, of all its blocks with at least doc_id, window and content_key."""
     windows: list[bytes] = []
     documents: set[bytes] = set()
     content: list[bytes] = []
     prefix = f"{entry.split}\0{entry.source}\0"
-    with DataFile(store, entry, spec) as file:
-        for block in file.blocks({"doc_id", "window", "content_key"}):
-            for doc_id, window in zip(block.doc_id, block.window.tolist(), strict=True):
-                windows.append(_hash(f"{prefix}{doc_id}\0{window}"))
-                documents.add(_hash(prefix + doc_id))
-            content += block.content_key
-    return _FileKeys(*(np.frombuffer(b"".join(keys), dtype="V16") for keys in (windows, documents, content)))
+    for block in blocks:
+        for doc_id, window in zip(block.doc_id, block.window.tolist(), strict=True):
+            windows.append(_hash(f"{prefix}{doc_id}\0{window}"))
+            documents.add(_hash(prefix + doc_id))
+        content += block.content_key
+    return FileKeys(*(np.frombuffer(b"".join(keys), dtype="V16") for keys in (windows, documents, content)))
 
 
 def _hash(text: str) -> bytes:

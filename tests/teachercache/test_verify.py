@@ -7,17 +7,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+from aiobotocore.client import AioBaseClient
 
 import teachercache
-from teachercache.errors import StoreDenied
+from teachercache.errors import StoreDenied, UsageError
 from teachercache.format import layout
-from teachercache.format.objects import Commit, Manifest
-from teachercache.format.sealed import seal, unseal
+from teachercache.format.objects import Commit, Manifest, Plan, PlanShard
+from teachercache.format.sealed import seal, unseal, utc_now
+from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.verify import verify
 from tests.teachercache.caches import (
     SPEC,
+    craft,
     id_too_large,
     make,
     one_nan,
@@ -40,9 +44,139 @@ def test_a_sound_cache_has_no_problems(cache):
     assert (found.files, found.files_read, found.records) == (3, 3, 30)
 
 
-def test_a_sample_reads_only_its_share(cache):
-    found = verify(Store.open(cache), SPEC, sample=0.34)
-    assert (found.ok, found.files, found.files_read) == (True, 3, 1)
+@pytest.mark.parametrize(("asked", "read"), [(0, 0), (1, 1), (2, 2), (9, 3)])
+def test_a_sample_reads_as_many_files_as_it_was_told(cache, asked, read):
+    found = verify(Store.open(cache), SPEC, sample=asked)
+    assert (found.problems, found.files, found.files_read, found.sampled) == ([], 3, read, True)
+
+
+def sampled(root: Path) -> str:
+    return "\n".join(p.message for p in verify(Store.open(root), SPEC, sample=0).problems)
+
+
+def test_a_sample_still_finds_what_a_listing_shows(cache):
+    short, lost = data_files(cache)[:2]
+    short.write_bytes(short.read_bytes()[:-1])
+    lost.unlink()
+    (cache / "commits" / "s2.json").unlink()
+    craft(cache, lambda value: value.update(documents=10**9))
+    said = sampled(cache)
+    assert f"{short.name} has" in said
+    assert f"{lost.name} does not exist" in said
+    assert "commits/s2.json does not exist" in said
+    assert "says 1,000,000,000 documents, its files give 10 to 30" in said
+
+
+def test_an_interrupted_verification_goes_on_where_it_was(cache, tmp_path, monkeypatch):
+    state, paths = tmp_path / "state", []
+    download = Store.download
+
+    def counted(self, path, size, out=None):
+        paths.append(path)
+        return download(self, path, size, out)
+
+    monkeypatch.setattr(Store, "download", counted)
+
+    def stop(done, _):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(Store.open(cache), SPEC, threads=1, state=state, progress=stop)
+    remembered = state.read_text().splitlines()
+    assert len(remembered) == 3
+    paths.clear()
+    found = verify(Store.open(cache), SPEC, threads=1, state=state)
+    assert (found.problems, found.files, found.files_read, found.files_skipped) == ([], 3, 1, 2)
+    assert len(paths) == 1
+    data_files(cache)[0].unlink()  # what was read is looked for in the listing all the same
+    assert "does not exist" in "\n".join(p.message for p in verify(Store.open(cache), SPEC, state=state).problems)
+
+
+def test_a_damaged_file_is_not_remembered_and_a_state_belongs_to_one_cache(cache, tmp_path):
+    data_files(cache)[0].write_bytes(b"x" * data_files(cache)[0].stat().st_size)
+    state = tmp_path / "state"
+    assert not verify(Store.open(cache), SPEC, state=state).ok
+    assert len(state.read_text().splitlines()) == 3
+    assert "has sha256" in "\n".join(p.message for p in verify(Store.open(cache), SPEC, state=state).problems)
+    make(tmp_path / "other")
+    with pytest.raises(UsageError, match="is not the state of a verification of"):
+        verify(Store.open(tmp_path / "other"), SPEC, state=state)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"documents": 10**9}, "says documents 1,000,000,000, its files give 30"),
+        ({"documents": 29}, "says documents 29, its files give 30"),
+        ({"shards_committed": 99}, "says shards_committed 99, its commits and plans give 3"),
+        ({"shards_committed": 2}, "says shards_committed 2, its commits and plans give 3"),
+        ({"shards_planned": 7}, "says shards_planned 7, its commits and plans give 3"),
+        ({"shards_quarantined": 1}, "says shards_quarantined 1, its commits and plans give 0"),
+        ({"complete": False}, "says complete False, its commits and plans give True"),
+        ({"drops": {"x": 5}}, "says drops of 'x' 5, its commits and plans give 0"),
+        ({"drops": {}}, "says drops of 'too_long' 0, its commits and plans give 2"),
+        ({"repeated_content": 3}, "says repeated_content 3, its files give 0"),
+        ({"replaced": {"s0": "s1"}}, "that shard s0 was replaced by s1"),
+        ({"plans": []}, "says shards_planned 3, its commits and plans give 0"),
+    ],
+)
+def test_counts_of_a_manifest_are_derived_again(tmp_path, change, said):
+    """B16: a billion documents and 99 shards were printed by `show`, and verify called them sound."""
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    shards = [PlanShard(shard_id=f"s{i}", source="default", input="x", input_digest="d") for i in range(3)]
+    writer.put_plan(Plan(spec_digest=SPEC.digest, created=utc_now(), shards=shards))
+    for i in range(3):
+        drops = {"too_long": 2} if i == 1 else {}
+        writer.commit(f"s{i}", synthetic_records(SPEC, 10, seed=i, prefix=f"s{i}"), drops=drops)
+    writer.publish()
+    assert problems(tmp_path / "cache") == ""
+    craft(tmp_path / "cache", lambda value: value.update(change))
+    assert said in problems(tmp_path / "cache")
+
+
+def test_a_file_that_a_manifest_leaves_out_of_its_shard_is_found(tmp_path):
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    both = [*synthetic_records(SPEC, 3), *synthetic_records(SPEC, 2, seed=1, prefix="h", split="heldout")]
+    writer.commit("s", both)
+    writer.publish()
+
+    def leave_out(value):
+        gone = value["files"].pop()
+        value.update({name: value[name] - gone[name] for name in ("records", "documents", "tokens", "rows")})
+
+    craft(tmp_path / "cache", leave_out)
+    assert "is in its commit but not in the manifest" in problems(tmp_path / "cache")
+
+
+def test_optimised_and_appended_caches_derive_the_same_counts(cache):
+    writer = teachercache.create(cache, SPEC)
+    optimize(writer)
+    assert problems(cache) == ""
+    writer.commit("later", synthetic_records(SPEC, 2, prefix="later"), drops={"empty": 1})
+    assert problems(cache) == ""  # not published yet
+    writer.publish()
+    assert problems(cache) == ""
+
+
+def test_a_sample_costs_the_same_requests_whatever_the_number_of_shards(s3_url, monkeypatch):
+    asked: list[str] = []
+    call = AioBaseClient._make_api_call
+
+    def counted(self, operation_name, api_params):
+        asked.append(operation_name)
+        return call(self, operation_name, api_params)
+
+    monkeypatch.setattr(AioBaseClient, "_make_api_call", counted)
+    costs = []
+    for count in (4, 30):
+        writer_with(f"{s3_url}/{count}", range(count), 1)
+        store = Store.open(f"{s3_url}/{count}")
+        asked.clear()
+        found = verify(store, Ledger(store).spec(), sample=3)
+        assert (found.problems, found.files, found.files_read) == ([], count, 3)
+        costs.append(len(asked))
+    assert costs[0] == costs[1] <= 40
 
 
 def problems(root: Path) -> str:
