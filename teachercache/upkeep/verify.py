@@ -8,7 +8,7 @@ import random
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,12 +178,11 @@ def _files_to_check(manifest: Manifest | None, commits: Sequence[Commit], found:
     published, shards = {entry.path for entry in files}, {entry.shard_id for entry in files}
     live = live_commits(commits, resolve_replacements(commits, manifest.replaced if manifest else {}))
     for commit in live:
-        for entry in commit.files:
-            if entry.path not in published:
-                files.append(named[entry.path])
-                if commit.shard_id in shards:
-                    said = f"{entry.path} of shard {commit.shard_id} is in its commit but not in the manifest."
-                    found.add(entry.path, CorruptFile(said))
+        for path in (entry.path for entry in commit.files if entry.path not in published):
+            files.append(named[path])
+            if commit.shard_id in shards:
+                said = f"{path} of shard {commit.shard_id} is in its commit but not in the manifest."
+                found.add(path, CorruptFile(said))
     return files
 
 
@@ -345,7 +344,9 @@ def _check_file(store: Store, spec: CacheSpec, entry: ManifestFile) -> tuple[Ver
     return found, keys
 
 
-def _checked_blocks(file: DataFile, spec: CacheSpec, documents: set[str], found: Verification) -> Iterator[Block]:
+def _checked_blocks(
+    file: DataFile, spec: CacheSpec, documents: set[str], found: Verification
+) -> Generator[Block, None, None]:
     """Yield each block of a file after a check of its records. Counts of tokens and rows are checked by DataFile."""
     for i in range(file.num_groups):
         with _large if file.group_bytes(i) > LARGE_BYTES else contextlib.nullcontext():
