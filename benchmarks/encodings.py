@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 import teachercache
 from benchmarks.report import RESULTS, parser, write
 from teachercache.format.record import Record, check_record
+from teachercache.format.spec import Rows
 from teachercache.parquet.block import Block
 from teachercache.parquet.codecs import get_codec
 from teachercache.parquet.columns import LEAF
@@ -85,7 +86,7 @@ def measure(codec: Any, records: list[Record], folder: Path, group: int = 16_384
 
 def columns_of(records: list[Record], spec: teachercache.CacheSpec, codec_name: str, folder: Path) -> dict[str, float]:
     """Bytes a row of each column in the layout as shipped."""
-    codec = get_codec(codec_name, spec.top_k, spec.tokenizer.vocab_size)
+    codec = get_codec(codec_name, spec.rows, spec.tokenizer.vocab_size)
     measure(codec, records, folder)
     footer, rows = pq.read_metadata(folder / "x.parquet"), sum(len(r.row_pos) for r in records)
     sizes: Counter[str] = Counter()
@@ -98,8 +99,8 @@ def columns_of(records: list[Record], spec: teachercache.CacheSpec, codec_name: 
 class RecastCodec(OpenCodec):
     """The open codec with other types of its lists of K: the types of topk_ids and topk_logprobs in a row."""
 
-    def __init__(self, top_k: int, **types: pa.DataType) -> None:
-        super().__init__(top_k)
+    def __init__(self, rows: Rows, **types: pa.DataType) -> None:
+        super().__init__(rows)
         self.types = types
 
     def encode(self, block: Block, meta_types: Any = None) -> pa.Table:
@@ -125,7 +126,7 @@ def packed_ids(records: list[Record], vocab_size: int) -> dict[str, float]:
 
 def compact_loss(spec: teachercache.CacheSpec, records: list[Record]) -> dict[str, float]:
     """What the compact codec changes, over all rows."""
-    codec = get_codec("compact", spec.top_k, spec.tokenizer.vocab_size)
+    codec = get_codec("compact", spec.rows, spec.tokenizer.vocab_size)
     block = Block.from_records(records)
     back = codec.decode(codec.encode(block))
     ours, theirs = (np.argsort(b.topk_ids, axis=1) for b in (block, back))
@@ -145,7 +146,10 @@ def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, qui
     k, vocab = spec.top_k, spec.tokenizer.vocab_size
     lists = {"topk_ids": pa.list_(pa.int32()), "topk_logprobs": pa.list_(pa.float32())}
     dictionary = {"dictionary_pagesize_limit": 2**22}
-    shipped = {"open (as shipped)": (OpenCodec(k), {}), "compact (as shipped)": (get_codec("compact", k, vocab), {})}
+    shipped = {
+        "open (as shipped)": (OpenCodec(spec.rows), {}),
+        "compact (as shipped)": (get_codec("compact", spec.rows, vocab), {}),
+    }
     options: dict[str, dict[str, Any]] = {
         **{f"zstd {level}": {"compression_level": level} for level in (1, 3, 9, 15)},
         "snappy": {"compression": "snappy", "compression_level": None},
@@ -159,9 +163,9 @@ def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, qui
         **{f"row groups of {group} rows": {"group": group} for group in (4096, 8192, 65536)},
     }
     others = {
-        "real float16": (RecastCodec(k, topk_logprobs=pa.list_(pa.float16(), k)), {}),
-        "list of lists": (RecastCodec(k, **lists), {}),
-        **{name: (OpenCodec(k), option) for name, option in options.items()},
+        "real float16": (RecastCodec(spec.rows, topk_logprobs=pa.list_(pa.float16(), k)), {}),
+        "list of lists": (RecastCodec(spec.rows, **lists), {}),
+        **{name: (OpenCodec(spec.rows), option) for name, option in options.items()},
     }
     variants: dict[str, tuple[Any, dict[str, Any]]] = shipped | ({} if quick else others)
     found = {}
@@ -189,7 +193,7 @@ def main() -> None:
     plain = (dataclasses.replace(r, split="train", source="all", meta={}) for r in cache.records())
     records = groups_of(plain, args.rows)[0]  # without what the corpus says of them
     for record in records:
-        check_record(record, vocab_size=spec.tokenizer.vocab_size, top_k=spec.top_k)
+        check_record(record, spec)
     rows = sum(len(r.row_pos) for r in records)
     large = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"vocab_size": LARGE_VOCAB})})
     to = np.random.default_rng(0).permutation(LARGE_VOCAB)[: spec.tokenizer.vocab_size].astype(np.int32)

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import teachercache
 from teachercache.fingerprint import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.format.record import Record
-from teachercache.format.spec import CacheSpec, TeacherSpec
+from teachercache.format.spec import CacheSpec, TeacherSpec, TopKRows
 from teachercache.testing import synthetic_spec
 from trainer.bench.measure import GIB, machine
 from trainer.bench.shapes import SHAPES
@@ -143,7 +143,7 @@ def cache_spec(teacher: Path, config: Any, top_k: int) -> CacheSpec:
         return synthetic_spec(vocab_size=config.vocab_size, top_k=top_k)
     digests = {"weights_digest": fingerprint_weights(teacher), "config_digest": fingerprint_config(teacher)}
     identity = TeacherSpec(name=teacher.name, dtype="float32", engine="hf", head_dtype="float32", **digests)
-    return CacheSpec(teacher=identity, tokenizer=fingerprint_tokenizer(teacher), top_k=top_k)
+    return CacheSpec(teacher=identity, tokenizer=fingerprint_tokenizer(teacher), rows=TopKRows(entries=top_k))
 
 
 @dataclass(frozen=True)

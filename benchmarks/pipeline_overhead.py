@@ -30,6 +30,7 @@ from pipeline.planning.plan import make_plan
 from pipeline.running.shard_run import ShardRun
 from pipeline.running.tasks import ShardTask
 from pipeline.running.worker import ShardWorker
+from pipeline.teachers.base import RowsWanted
 from pipeline.teachers.vllm_teacher import VllmTeacher
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -61,7 +62,7 @@ def main() -> None:
         }
         job = parse_job(tree)
         spec = build_spec(job, options.model)
-        teacher = VllmTeacher(job.teacher, str(options.model), spec.tokenizer.vocab_size)
+        teacher = VllmTeacher(job.teacher, str(options.model), RowsWanted.of(spec))
         worker = ShardWorker(job, options.model, spec, start=lambda: teacher)
         tasks = [ShardTask(shard) for shard in make_plan(job, worker.encoder, spec.digest).plan.shards]
         windows = [w for task in tasks for w in ShardRun(task, job, worker.encoder, worker.loop).windows()]

@@ -45,6 +45,7 @@ from pipeline.config import parse_job
 from pipeline.planning.plan import make_plan
 from pipeline.running.tasks import ShardTask
 from pipeline.running.worker import ShardWorker
+from pipeline.teachers.base import RowsWanted
 from pipeline.teachers.vllm_teacher import VllmTeacher, columns_of
 from teachercache import CacheSpec, TeacherSpec, fingerprint_config, fingerprint_tokenizer
 from tests.pipeline.drift import largest_drift
@@ -99,7 +100,7 @@ def drive(teacher: Any, inputs: list[np.ndarray], sampling: Any, as_columns: boo
             if output.finished:
                 left -= 1
                 if as_columns:
-                    columns_of(output, teacher.top_k)
+                    columns_of(output, teacher.wanted.rows.entries)
     return time.perf_counter() - began
 
 
@@ -108,7 +109,7 @@ def measure(teacher: Any, inputs: list[np.ndarray], slow: int) -> dict[str, floa
     from vllm import SamplingParams
 
     sampling_of = partial(SamplingParams, temperature=0.0, max_tokens=1, detokenize=False)
-    rows = {"prompt_logprobs": teacher.top_k, "logprobs": teacher.top_k}
+    rows = {"prompt_logprobs": teacher.wanted.rows.entries, "logprobs": teacher.wanted.rows.entries}
     rates: dict[str, float] = {}
 
     def rate(name: str, sampling: Any, count: int = len(inputs)) -> None:
@@ -182,10 +183,11 @@ def main() -> None:
         engine_args: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": options.max_num_batched_tokens}
         if not options.smoke:
             engine_args |= {"load_format": "dummy", "gpu_memory_utilization": 0.85}
-        asked = {name: getattr(options, name) for name in ("top_k", "head_dtype", "tensor_parallel")}
+        asked = {name: getattr(options, name) for name in ("head_dtype", "tensor_parallel")}
         corpus = {"files": [f"{scratch}/docs*.parquet"], "fields": {"input_ids": "ids", "id": "id"}}
         tree = {
             "cache": f"{bucket}/cache",
+            "rows": {"entries": options.top_k},
             "teacher": {"model": str(model), **asked, "max_model_len": options.length + 16, "engine_args": engine_args},
             "corpora": [corpus],
             "recipe": {"bos": "never", "eos": False},
@@ -195,9 +197,9 @@ def main() -> None:
         tokenizer = fingerprint_tokenizer(model)
         identity = {"weights_digest": "0" * 64, "config_digest": fingerprint_config(model), "dtype": "bfloat16"}
         written = TeacherSpec(name="benchmark", engine="vllm", head_dtype=options.head_dtype, **identity)
-        spec = CacheSpec(teacher=written, tokenizer=tokenizer, top_k=options.top_k)
+        spec = CacheSpec(teacher=written, tokenizer=tokenizer, rows=job.rows.spec)
         began = time.perf_counter()
-        teacher = VllmTeacher(job.teacher, str(model), tokenizer.vocab_size)
+        teacher = VllmTeacher(job.teacher, str(model), RowsWanted.of(spec))
         print(f"engine started in {time.perf_counter() - began:.0f} s: {teacher.provenance}", flush=True)
         size = (options.documents, options.length)
         inputs = list(np.random.default_rng(0).integers(0, tokenizer.vocab_size, size, dtype=np.int32))

@@ -1,7 +1,8 @@
 """The job file: one typed YAML document, `key=value` overrides on the command line, unknown keys refused.
 
     cache: s3://bucket/name
-    teacher: {model: /models/llama-8b, engine: vllm, top_k: 100}
+    teacher: {model: /models/llama-8b, engine: vllm}
+    rows: {kind: top_k, entries: 100}
     corpora:
       - {source: web, files: ["s3://corpus/web/*.jsonl.zst"], fields: {text: text, id: url}}
     recipe: {windows: {policy: window, size: 4096}}
@@ -20,10 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from teachercache import configfile
 from teachercache.format.layout import NAME
+from teachercache.format.spec import Rows, SampledRows, TopKRows
 from teachercache.store.store import check_url
 
 Kind = Literal["text", "messages", "input_ids", "prompt"]  # what a document is
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
+_OTHER_NAMES = {"top_k": "rows.entries"}  # keys of other tools and earlier versions
 
 
 class _Strict(BaseModel):
@@ -47,7 +50,6 @@ class TeacherConfig(_Strict):
         "float32",
         description="number type of the logits; bf16 adds 0.06 to 0.25 nat of noise and many ties to every row",
     )
-    top_k: int = Field(100, ge=1, le=4096, description="tokens stored of each row (K)")
     max_model_len: int = Field(2048, ge=8, description="longest input plus the one token that the engine samples")
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one node over which a teacher is split")
     gpus_per_actor: float | None = Field(
@@ -69,6 +71,40 @@ class TeacherConfig(_Strict):
         True,
         description="at every start compare the fast path with the public one, and a small model with transformers in float32",
     )
+
+
+class RowsConfig(_Strict):
+    """What is kept of the teacher's distribution at each position; part of the cache's identity."""
+
+    kind: Literal["top_k", "sampled"] = Field(
+        "top_k",
+        description="`top_k`: the most probable tokens; `sampled`: an unbiased sample of the whole distribution",
+    )
+    entries: int | None = Field(
+        None, ge=1, le=4096, description="tokens stored of each row; 100, or 24 where the rows are sampled"
+    )
+    exact: int | None = Field(
+        None,
+        ge=1,
+        description="least number of a sampled row's entries that are not drawn; a quarter of them by default",
+    )
+    seed: int | None = Field(None, ge=0, lt=2**63, description="another sample of the same teacher; 0 by default")
+
+    @property
+    def spec(self) -> Rows:
+        """Return the rows as the cache's identity has them."""
+        named = self.model_dump(exclude_none=True)
+        return SampledRows(**named) if self.kind == "sampled" else TopKRows(**named)
+
+    @model_validator(mode="after")
+    def _fits(self) -> RowsConfig:
+        if self.kind == "sampled":
+            entries = 24 if self.entries is None else self.entries
+            if entries < 2 or (self.exact or 1) >= entries:
+                raise ValueError(f"sampled rows need exact < entries, found exact {self.exact or 1} of {entries}")
+        elif self.exact is not None or self.seed is not None:
+            raise ValueError("exact and seed are of rows of kind sampled; set rows.kind=sampled or leave them out")
+        return self
 
 
 class Fields(_Strict):
@@ -271,6 +307,7 @@ class JobConfig(_Strict):
     cache: str = Field(description="folder or URL of the cache; made where it is missing")
     corpus_root: str | None = Field(None, description="folder or URL that relative `files` are looked up in")
     teacher: TeacherConfig = Field(description="which model makes the rows, and how it runs")
+    rows: RowsConfig = Field(RowsConfig.model_validate({}), description="what is kept of the teacher's distribution")
     corpora: list[CorpusConfig] = Field(min_length=1, description="sources of documents")
     recipe: RecipeConfig = Field(RecipeConfig.model_validate({}), description="what makes rows out of documents")
     run: RunConfig = Field(RunConfig.model_validate({}), description="how the work is run")
@@ -314,9 +351,9 @@ class JobConfig(_Strict):
 
 def parse_job(tree: dict[str, Any], where: str = "job") -> JobConfig:
     """Check a tree of plain values. Raises UsageError with one sentence."""
-    return configfile.validate(JobConfig, tree, where)
+    return configfile.validate(JobConfig, tree, where, _OTHER_NAMES)
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None) -> JobConfig:
     """Read a job file. Raises UsageError (exit status 2) with one sentence for anything wrong in it."""
-    return configfile.load(JobConfig, path, overrides or ())
+    return configfile.load(JobConfig, path, overrides or (), other_names=_OTHER_NAMES)

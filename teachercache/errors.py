@@ -153,10 +153,10 @@ class UnsafeManifest(UsageError):
 
 
 class UnsupportedFormat(UsageError):
-    """The cache was written by a newer version of the format, or with a codec that this version lacks."""
+    """The cache was written by a newer or an earlier version of the format, or with a codec that this version lacks."""
 
     code = "TC-E206"
-    remedy = "Upgrade teachercache."
+    remedy = "Upgrade teachercache; make a cache of the earlier format again."
 
 
 class ErrorCode(NamedTuple):

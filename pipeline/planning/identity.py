@@ -41,11 +41,15 @@ def build_spec(job: JobConfig, folder: Path) -> CacheSpec:
     """Return the cache's identity. Reads and hashes the teacher's files (weights once, about 1 GB/s)."""
     config = job.teacher
     tokenizer = fingerprint_tokenizer(folder)
+    if job.rows.spec.entries > tokenizer.vocab_size:
+        raise UsageError(
+            f"rows.entries {job.rows.spec.entries} exceeds the tokenizer's {tokenizer.vocab_size} tokens; set rows.entries"
+        )
     if config.engine == "noop":
         nothing = hashlib.sha256(b"noop").hexdigest()
         made_up: dict[str, Any] = {"engine": "noop", "dtype": "float32", "head_dtype": "float32"}
         teacher = TeacherSpec(name=config.name or "noop", weights_digest=nothing, config_digest=nothing, **made_up)
-        return CacheSpec(teacher=teacher, tokenizer=tokenizer, top_k=config.top_k)
+        return CacheSpec(teacher=teacher, tokenizer=tokenizer, rows=job.rows.spec)
     stored: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     stored_quantization = stored.get("quantization_config") or {}
     overrides = {k: v for k, v in config.engine_args.items() if k in _IDENTITY_ARGUMENTS[3:]}
@@ -62,4 +66,4 @@ def build_spec(job: JobConfig, folder: Path) -> CacheSpec:
         rope_scaling=config.engine_args.get("rope_scaling") or stored.get("rope_scaling"),
         overrides=overrides,
     )
-    return CacheSpec(teacher=teacher, tokenizer=tokenizer, top_k=config.top_k)
+    return CacheSpec(teacher=teacher, tokenizer=tokenizer, rows=job.rows.spec)

@@ -231,6 +231,8 @@ def record_of(window: Window, scored: Scored) -> Record:
         topk_logprobs=rows.topk_logprobs,
         tail_logprob=rows.tail_logprob,
         target_logprob=rows.target_logprob,
+        entropy=rows.entropy,
+        exact=rows.exact,
         **_of_window(window),
     )
 

@@ -25,7 +25,7 @@ from pipeline.running.engine_loop import EngineLoop
 from pipeline.running.scratch import Scratch
 from pipeline.running.shard_run import CommittedRows, Journal, ShardRun
 from pipeline.running.tasks import Receipt, ShardTask
-from pipeline.teachers.base import Teacher
+from pipeline.teachers.base import RowsWanted, Teacher
 from pipeline.teachers.canary import check_teacher
 from pipeline.teachers.start import start_teacher
 from teachercache import CacheSpec, CacheWriter, PlanShard, Store, check_record, fingerprint_config
@@ -67,7 +67,7 @@ class ShardWorker:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
 
     def _start(self, model_path: str) -> Teacher:
-        teacher = start_teacher(self.job.teacher, model_path, self.spec.tokenizer.vocab_size)
+        teacher = start_teacher(self.job.teacher, model_path, RowsWanted.of(self.spec))
         if self.job.teacher.canary:
             teacher.provenance["canary"] = check_teacher(teacher, self.job.teacher, model_path, self.encoder)
         else:
@@ -85,7 +85,7 @@ class ShardWorker:
             for record in run.records():
                 try:
                     if (record.split, record.source) not in seen:  # an empty file would be left behind otherwise
-                        check_record(record, vocab_size=self.spec.tokenizer.vocab_size, top_k=self.spec.top_k)
+                        check_record(record, self.spec)
                         seen.add((record.split, record.source))
                     attempt.add(record)
                 except InvalidRecord as error:

@@ -105,7 +105,7 @@ def check_teacher(teacher: Teacher, config: TeacherConfig, model_path: str, enco
         from pipeline.teachers.hf import HfTeacher
 
         plain = config.model_copy(update={"dtype": "float32", "head_dtype": "float32", "engine_args": {}})
-        compare("vs_transformers", _rows(HfTeacher(plain, model_path, encoder.vocab_size), inputs), active)
+        compare("vs_transformers", _rows(HfTeacher(plain, model_path, teacher.wanted), inputs), active)
     return report
 
 

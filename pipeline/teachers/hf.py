@@ -8,19 +8,21 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
-from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, end_tokens
+from pipeline.teachers.base import Columns, Generated, PendingInput, Prompt, RowsWanted, Scored, Teacher, end_tokens
 from teachercache.errors import UsageError
+from teachercache.format.record import key_uniforms
+from teachercache.format.sampled import sample_row
 
 
 class HfTeacher(Teacher):
     """A model of transformers, on a GPU where there is one. Raises UsageError where the folder holds no such model."""
 
-    def __init__(self, config: TeacherConfig, model_path: str, vocab_size: int) -> None:
+    def __init__(self, config: TeacherConfig, model_path: str, wanted: RowsWanted) -> None:
         import torch
         import transformers
 
         self.torch = torch
-        self.top_k, self.vocab_size = config.top_k, vocab_size
+        self.wanted = wanted
         dtype = getattr(torch, config.dtype)
         self.head_dtype = getattr(torch, config.head_dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,11 +53,13 @@ class HfTeacher(Teacher):
         if not self._queue:
             return []
         item = self._queue.pop(0)
-        return [self.scored(item, lambda: self.columns(item.input_ids))]
+        return [self.scored(item, lambda: self.columns(item.input_ids, item.row_pos))]
 
-    def columns(self, input_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, logprobs), each [n, 1+K], column 0 the token that follows; 512 rows of logits at a time."""
+    def columns(self, input_ids: np.ndarray, row_pos: np.ndarray | None = None) -> Columns:
+        """Return the rows of every position, 512 rows of logits at a time. row_pos int32 [r] keys the draws: all by default."""
         torch = self.torch
+        every = np.arange(len(input_ids), dtype=np.int32)
+        key = self.wanted.key(input_ids, every if row_pos is None else row_pos)
         with torch.inference_mode():
             ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.model.device)
             output = self.model.base_model(ids[None], use_cache=False)
@@ -64,7 +68,7 @@ class HfTeacher(Teacher):
             head = self.model.get_output_embeddings()
             cap = getattr(self.model.config, "final_logit_softcapping", None)
             scale = getattr(self.model.config, "logit_scale", None)
-            out_ids, out = [], []
+            parts = []
             for start in range(0, len(ids), 512):
                 part = hidden[start : start + 512].to(self.head_dtype)
                 logits = torch.nn.functional.linear(part, head.weight.to(self.head_dtype)).float()
@@ -74,12 +78,10 @@ class HfTeacher(Teacher):
                     logits = logits * scale
                 if cap:
                     logits = torch.tanh(logits / cap) * cap
-                logprobs = torch.log_softmax(logits, dim=-1)
-                top = torch.topk(logprobs, self.top_k, dim=-1)
-                target = following[start : start + 512, None]
-                out_ids.append(torch.cat([target, top.indices], dim=1))
-                out.append(torch.cat([logprobs.gather(1, target), top.values], dim=1))
-            return torch.cat(out_ids).to(torch.int32).cpu().numpy(), torch.cat(out).cpu().numpy()
+                u = key_uniforms(key, np.arange(start, start + len(logits)))
+                parts.append(rows_of_logits(logits, following[start : start + 512], self.wanted, u))
+        joined: list[Any] = [None if p[0] is None else np.concatenate(p) for p in zip(*parts, strict=True)]
+        return Columns(*joined)
 
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
@@ -99,3 +101,30 @@ class HfTeacher(Teacher):
             new = output[0, ids.shape[1] :].to(torch.int32).cpu().numpy()
             made.append(Generated(new, "stop" if len(new) and int(new[-1]) in ends else "length"))
         return made
+
+
+def rows_of_logits(logits: Any, following: Any, wanted: RowsWanted, u: np.ndarray) -> Columns:
+    """Return the rows of logits float32 [N, V] and following tokens [N]; u float64 [N] is for sampled rows.
+
+    Columns of a padded head, beyond the tokenizer: their mass is in the tail of a top-K row; a sampled row is one of the
+    distribution over the tokenizer's ids alone.
+    """
+    import torch
+
+    rows, target = wanted.rows, following[:, None]
+    if rows.kind == "sampled":
+        p = torch.softmax(logits[:, : wanted.vocab_size].double(), dim=-1)
+        drawn = [
+            sample_row(np.arange(p.shape[1]), p[i].cpu().numpy(), rows.entries, rows.exact, float(u[i]))
+            for i in range(len(p))
+        ]
+        first, entropy = p.gather(1, target).log().float().cpu().numpy(), torch.special.entr(p).sum(1).float()
+        ids = np.concatenate([target.cpu().numpy(), np.concatenate([row.ids for row in drawn])], axis=1)
+        weights = np.concatenate([first, np.stack([row.logprobs for row in drawn])], axis=1)
+        exact, tail = np.array([row.exact for row in drawn]), np.array([row.tail for row in drawn])
+        return Columns(ids.astype(np.int32), weights, entropy.cpu().numpy(), exact, tail)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top = torch.topk(logprobs[:, : wanted.vocab_size], rows.entries, dim=-1)
+    ids = torch.cat([target, top.indices], dim=1).to(torch.int32).cpu().numpy()
+    values = torch.cat([logprobs.gather(1, target), top.values], dim=1).cpu().numpy()
+    return Columns(ids, values, torch.special.entr(logprobs.exp()).sum(1).cpu().numpy())

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pipeline.config import TeacherConfig
-from pipeline.teachers.base import Teacher
+from pipeline.teachers.base import RowsWanted, Teacher
 
 
-def start_teacher(config: TeacherConfig, model_path: str, vocab_size: int) -> Teacher:
-    """Start the teacher that the job file names. `model_path` is a local folder, `vocab_size` the tokenizer's."""
+def start_teacher(config: TeacherConfig, model_path: str, wanted: RowsWanted) -> Teacher:
+    """Start the teacher that the job file names. `model_path` is a local folder."""
     if config.engine == "vllm":
         from pipeline.teachers.vllm_teacher import VllmTeacher
 
-        return VllmTeacher(config, model_path, vocab_size)
+        return VllmTeacher(config, model_path, wanted)
     if config.engine == "hf":
         from pipeline.teachers.hf import HfTeacher
 
-        return HfTeacher(config, model_path, vocab_size)
+        return HfTeacher(config, model_path, wanted)
     from pipeline.teachers.noop import NoopTeacher
 
-    return NoopTeacher(config, vocab_size)
+    return NoopTeacher(config, wanted)

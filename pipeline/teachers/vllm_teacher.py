@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.config import GenerateConfig, TeacherConfig
 from pipeline.errors import EngineDied, RowsInvalid
 from pipeline.teachers import raw_tensors, worker_topk
-from pipeline.teachers.base import Generated, PendingInput, Prompt, Scored, Teacher, end_tokens
+from pipeline.teachers.base import Columns, Generated, PendingInput, Prompt, RowsWanted, Scored, Teacher, end_tokens
 from teachercache.errors import UsageError
 
 # what vLLM reads when it is imported, where the environment has no other value
@@ -38,7 +38,7 @@ def _columns_of_flat(flat: Any, first: int, width: int) -> tuple[np.ndarray, np.
 class VllmTeacher(Teacher):
     """vLLM's `LLM` in this process, tensor-parallel inside the node. Raises UsageError where it cannot load the model."""
 
-    def __init__(self, config: TeacherConfig, model_path: str, vocab_size: int) -> None:
+    def __init__(self, config: TeacherConfig, model_path: str, wanted: RowsWanted) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if config.threads:
@@ -47,7 +47,11 @@ class VllmTeacher(Teacher):
         from vllm import LLM, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        self.top_k, self.vocab_size = config.top_k, vocab_size
+        self.wanted, top_k = wanted, wanted.rows.entries
+        if wanted.rows.kind == "sampled":
+            raise UsageError(
+                "teacher.engine vllm cannot sample rows in this version; use rows.kind=top_k, or engine hf"
+            )
         self._config = config
         reason = raw_tensors.unsupported()
         if config.fast_path == "require" and reason:
@@ -56,13 +60,13 @@ class VllmTeacher(Teacher):
         if fast:
             raw_tensors.install()
         try:
-            self._arguments = engine_arguments(config, model_path)
+            self._arguments = engine_arguments(config, model_path, top_k)
             self.llm: Any = LLM(**self._arguments)
         except (OSError, ValueError) as error:
             raise UsageError(f"{model_path}: vLLM cannot load it: {str(error).strip().splitlines()[0]}") from error
         self.engine: Any = self.llm.llm_engine
-        wanted: dict[str, Any] = {"prompt_logprobs": self.top_k, "logprobs": self.top_k, "flat_logprobs": True}
-        sampling = partial(SamplingParams, temperature=0.0, max_tokens=1, detokenize=False, **wanted)
+        asked: dict[str, Any] = {"prompt_logprobs": top_k, "logprobs": top_k, "flat_logprobs": True}
+        sampling = partial(SamplingParams, temperature=0.0, max_tokens=1, detokenize=False, **asked)
         self._public_sampling = sampling()
         self._sampling = sampling(extra_args={raw_tensors.FLAG: True} if fast else None)
         self._dead: type[Exception] = EngineDeadError
@@ -117,7 +121,7 @@ class VllmTeacher(Teacher):
         except self._dead as error:
             raise self._died(error) from error
         done = ((self._inside.pop(output.request_id), output) for output in outputs if output.finished)
-        return [self.scored(item, partial(columns_of, output, self.top_k)) for item, output in done]
+        return [self.scored(item, partial(columns_of, output, self.wanted.rows.entries)) for item, output in done]
 
     def _died(self, error: Exception) -> EngineDied:
         return EngineDied(f"vLLM's engine died: {error}", [item.key for item in self._inside.values()])
@@ -155,8 +159,8 @@ class VllmTeacher(Teacher):
             core.shutdown()
 
 
-def columns_of(output: Any, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, logprobs), each [n, 1+K], of a finished request, whichever path it took. Raises RowsInvalid."""
+def columns_of(output: Any, top_k: int) -> Columns:
+    """Return the rows of a finished request, whichever path it took. Raises RowsInvalid."""
     width = top_k + 1
     completion = output.outputs[0]
     if output.prompt_logprobs is None or completion.logprobs is None:
@@ -167,10 +171,10 @@ def columns_of(output: Any, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     else:
         first, first_lp = _columns_of_flat(output.prompt_logprobs, 1, width)
         last, last_lp = _columns_of_flat(completion.logprobs, 0, width)
-    return np.concatenate([first, last[:1]]), np.concatenate([first_lp, last_lp[:1]])
+    return Columns(np.concatenate([first, last[:1]]), np.concatenate([first_lp, last_lp[:1]]))
 
 
-def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
+def engine_arguments(config: TeacherConfig, model_path: str, top_k: int) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`; the job file's engine_args win, except over what rows depend on."""
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False,  # a cached prefix has no prompt log-probabilities
@@ -187,7 +191,7 @@ def engine_arguments(config: TeacherConfig, model_path: str) -> dict[str, Any]:
         model=model_path,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
-        max_logprobs=max(config.top_k, 20),
+        max_logprobs=max(top_k, 20),
         tensor_parallel_size=config.tensor_parallel,
         trust_remote_code=config.trust_remote_code,
         hf_overrides={**arguments.get("hf_overrides", {}), "head_dtype": config.head_dtype},

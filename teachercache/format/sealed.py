@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from teachercache.errors import CorruptFile, UnsafeManifest, UnsupportedFormat, UsageError
-from teachercache.format.spec import FORMAT_VERSION, canonical_json
+from teachercache.format.spec import FORMAT_VERSION, CacheSpec, canonical_json
 
 M = TypeVar("M", bound=BaseModel)
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"}\n\Z')
@@ -42,7 +42,7 @@ def seal(model: BaseModel) -> bytes:
 def unseal(model: type[M], data: bytes, path: str) -> M:
     """Parse a sealed object. Cost: about 60 microseconds an entry of a manifest; memory: ten times the object, at most.
 
-    Raises CorruptFile when damaged or not canonical, UnsupportedFormat when written by a newer format, UnsafeManifest
+    Raises CorruptFile when damaged or not canonical, UnsupportedFormat when written by another format, UnsafeManifest
     beyond the bounds.
     """
     match = _SEAL.search(data, max(0, len(data) - 100))
@@ -65,6 +65,10 @@ def unseal(model: type[M], data: bytes, path: str) -> M:
         if version > FORMAT_VERSION:
             raise UnsupportedFormat(
                 f"{path} has format version {version}, this version reads up to {FORMAT_VERSION}; upgrade teachercache."
+            ) from error
+        if model is CacheSpec and b'"rows":' not in body and re.search(rb'"top_k":\d', body):
+            raise UnsupportedFormat(
+                f"{path} was made by an earlier format, without `rows`; make the cache again."
             ) from error
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "document"

@@ -1,4 +1,4 @@
-"""CacheSpec: which teacher, tokenizer and K. Two caches are the same cache exactly when their specs are equal.
+"""CacheSpec: which teacher, tokenizer and kind of rows. Two caches are the same cache exactly when their specs are equal.
 
 `spec.json` is this model as JSON. What may change without changing a row (engine version, batch settings, hardware)
 is provenance and belongs to each commit instead.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FORMAT_VERSION = 1
 HexDigest = Field(pattern=r"^[0-9a-f]{64}$")
@@ -61,13 +61,51 @@ class TokenizerSpec(Strict):
     chat_template_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
 
+class TopKRows(Strict):
+    """Rows of the K most probable tokens."""
+
+    kind: Literal["top_k"] = "top_k"
+    entries: int = Field(default=100, gt=0, le=4096)
+
+
+class SampledRows(Strict):
+    """Rows that are an unbiased sparse estimate of the whole distribution; see teachercache/format/sampled.py."""
+
+    kind: Literal["sampled"] = "sampled"
+    entries: int = Field(default=24, gt=1, le=4096)
+    exact: int = Field(gt=0, description="least number of entries that are the most probable tokens themselves")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _quarter(cls, tree: Any) -> Any:
+        """Let a quarter of the entries be exact, where nothing else is said."""
+        if isinstance(tree, dict) and tree.get("exact") is None and isinstance(tree.get("entries", 24), int):
+            return {**tree, "exact": max(1, tree.get("entries", 24) // 4)}
+        return tree
+
+    @model_validator(mode="after")
+    def _some_drawn(self) -> SampledRows:
+        if self.exact >= self.entries:
+            raise ValueError(f"exact must be below entries, found {self.exact} of {self.entries}")
+        return self
+
+
+Rows = TopKRows | SampledRows
+
+
 class CacheSpec(Strict):
     """`spec.json`: the identity of a cache."""
 
     format_version: Literal[1] = 1
     teacher: TeacherSpec
     tokenizer: TokenizerSpec
-    top_k: int = Field(default=100, gt=0, le=4096)
+    rows: Annotated[Rows, Field(discriminator="kind")]
+
+    @property
+    def top_k(self) -> int:
+        """Return how many entries a row has, of whichever kind: the width of the stored arrays."""
+        return self.rows.entries
 
     @property
     def digest(self) -> str:

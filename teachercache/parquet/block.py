@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teachercache.format.record import MASS_SLACK, BoolArray, Float32Array, Int32Array, Record
+from teachercache.format.record import MASS_SLACK, BoolArray, Float32Array, Int32Array, Record, Uint16Array
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -20,7 +20,7 @@ Int64Array = npt.NDArray[np.int64]
 # Columns with one entry a token or a row, and how an array of them is held.
 ROW_DTYPES: Mapping[str, Any] = {
     "row_pos": np.int32, "topk_ids": np.int32, "topk_logprobs": np.float32, "tail_logprob": np.float32,
-    "target_logprob": np.float32, "loss_mask": np.bool_,
+    "target_logprob": np.float32, "loss_mask": np.bool_, "entropy": np.float32, "exact": np.uint16,
 }  # fmt: skip
 
 
@@ -43,6 +43,8 @@ class Block:
     tail_logprob: Float32Array  # [R]
     target_logprob: Float32Array  # [R]
     loss_mask: BoolArray  # [R]
+    entropy: Float32Array  # [R]; NaN where the engine could not say
+    exact: Uint16Array | None  # [R]; None in a top-K cache
     meta: Mapping[str, Sequence[Any]]  # name -> [B]
     size: int  # B
 
@@ -68,10 +70,7 @@ class Block:
             row_offsets=_offsets([len(r.row_pos) for r in records]),
             meta={name: [r.meta.get(name) for r in records] for name in names},
             size=len(records),
-            **{
-                name: np.concatenate([getattr(r, name) for r in records], dtype=kind)
-                for name, kind in ROW_DTYPES.items()
-            },
+            **{name: _joined(records, name, kind) for name, kind in ROW_DTYPES.items()},
         )
 
     def record(self, i: int) -> Record:
@@ -115,6 +114,13 @@ class Block:
             if not (np.isfinite(low) and high <= MASS_SLACK):
                 i = _first(~(np.isfinite(lps) & (lps <= MASS_SLACK)))
                 return _owner(self.row_offsets, i), "nan", f"{name} holds {lps[i].min()}, which is no log-probability"
+        if self.exact is not None and self.exact.size:
+            most = 2**16 if self.topk_ids is None else self.topk_ids.shape[1]
+            if not 1 <= self.exact.min() <= self.exact.max() <= most:
+                i = _first((self.exact < 1) | (self.exact > most))
+                return _owner(self.row_offsets, i), "exact", f"exact is {self.exact[i]}, expected 1 to {most}"
+        if self.entropy is not None and np.isinf(self.entropy).any():
+            return _owner(self.row_offsets, _first(np.isinf(self.entropy))), "inf", "an entropy is infinite"
         return self._wrong_position()
 
     def _wrong_position(self) -> tuple[int, str, str] | None:
@@ -146,6 +152,18 @@ def _first(found: npt.NDArray[np.bool_]) -> int:
 
 def _owner(offsets: Int64Array, i: int) -> int:
     return int(np.searchsorted(offsets, i, side="right")) - 1
+
+
+def _joined(records: Sequence[Record], name: str, kind: Any) -> Any:
+    """Return one column of all records; None where the cache has none, NaN for an entropy that is not known."""
+    columns = [getattr(r, name) for r in records]
+    if name == "exact" and columns[0] is None:
+        return None
+    if name == "entropy":
+        columns = [
+            np.full(len(r.row_pos), np.nan, kind) if c is None else c for r, c in zip(records, columns, strict=True)
+        ]
+    return np.concatenate(columns, dtype=kind)
 
 
 def _offsets(lengths: Sequence[int]) -> Int64Array:

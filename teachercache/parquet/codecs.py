@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from teachercache.errors import UnsupportedFormat
+from teachercache.format.spec import Rows
 from teachercache.parquet.columns import Codec
 from teachercache.parquet.compact import CompactCodec
 from teachercache.parquet.open import OpenCodec
@@ -10,12 +11,12 @@ from teachercache.parquet.open import OpenCodec
 CODECS = ("open", "compact")
 
 
-def get_codec(name: str, top_k: int, vocab_size: int) -> Codec:
+def get_codec(name: str, rows: Rows, vocab_size: int) -> Codec:
     """Return the codec called `name`; UnsupportedFormat where this version does not have it."""
     if name == "open":
-        return OpenCodec(top_k)
+        return OpenCodec(rows)
     if name == "compact":
-        return CompactCodec(top_k, vocab_size)
+        return CompactCodec(rows, vocab_size)
     raise UnsupportedFormat(
         f"codec {name!r} is unknown to this version, which has {', '.join(CODECS)}; upgrade teachercache."
     )

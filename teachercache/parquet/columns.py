@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from teachercache.format.record import is_unicode
+from teachercache.format.spec import Rows
 from teachercache.parquet import types
 from teachercache.parquet.block import ROW_DTYPES, Block
 
@@ -21,6 +22,7 @@ LEAF = "list.element"  # how Parquet names the entries of a list column
 COMMON_ENCODINGS = {
     f"tail_logprob.{LEAF}": "BYTE_STREAM_SPLIT",
     f"target_logprob.{LEAF}": "BYTE_STREAM_SPLIT",
+    f"entropy.{LEAF}": "BYTE_STREAM_SPLIT",
     f"input_ids.{LEAF}": "BYTE_STREAM_SPLIT",
     f"row_pos.{LEAF}": "DELTA_BINARY_PACKED",
     "window": "DELTA_BINARY_PACKED",
@@ -35,13 +37,14 @@ class Codec(ABC):
     value_types: ClassVar[Mapping[str, pa.DataType]]  # of these
     row_types: ClassVar[Mapping[str, pa.DataType]] = {}  # of further columns with one value a row
 
-    def __init__(self, top_k: int) -> None:
-        self.top_k = top_k
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.top_k = rows, rows.entries
 
     def columns(self) -> dict[str, tuple[pa.DataType, int]]:
         """Return the type of a value of each column, and how many there are: see `teachercache.parquet.types`."""
         topk = {name: (kind, self.top_k) for name, kind in self.value_types.items()}
-        return types.COMMON | topk | {name: (kind, types.A_ROW) for name, kind in self.row_types.items()}
+        sampled = types.SAMPLED if self.rows.kind == "sampled" else {}
+        return types.COMMON | sampled | topk | {name: (kind, types.A_ROW) for name, kind in self.row_types.items()}
 
     @abstractmethod
     def encode_topk(self, block: Block) -> dict[str, pa.Array]:
@@ -53,7 +56,7 @@ class Codec(ABC):
 
     def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
         """Make a table of one row a record. `meta_types` fixes the corpus's columns over all row groups of a file."""
-        target = pa.array(block.target_logprob, mask=np.isnan(block.target_logprob))
+        entropy = block.entropy.astype(np.float16).astype(np.float32)
         columns = {
             "doc_id": pa.array(block.doc_id, pa.string()),
             "window": pa.array(block.window),
@@ -63,16 +66,19 @@ class Codec(ABC):
             "row_pos": ragged(pa.array(block.row_pos), block.row_offsets),
             **self.encode_topk(block),
             "tail_logprob": ragged(pa.array(block.tail_logprob), block.row_offsets),
-            "target_logprob": ragged(target, block.row_offsets),
+            "target_logprob": ragged(nullable(block.target_logprob), block.row_offsets),
             "loss_mask": ragged(pa.array(block.loss_mask), block.row_offsets),
+            "entropy": ragged(nullable(entropy), block.row_offsets),
         }
+        if block.exact is not None:
+            columns["exact"] = ragged(pa.array(block.exact), block.row_offsets)
         return pa.table(columns | meta_columns(block, meta_types))
 
     def decode(self, table: pa.Table) -> Block:
         """Return the Block of a table that may lack columns: those come back as None."""
         topk_ids, topk_logprobs = self.decode_topk(table)
         token_offsets, input_ids = list_parts(table, "input_ids")
-        flat = ("row_pos", "tail_logprob", "target_logprob", "loss_mask")
+        flat = ("row_pos", "tail_logprob", "target_logprob", "loss_mask", "entropy", "exact")
         parts = {name: list_parts(table, name) for name in (*flat, *self.topk_columns)}
         objects = {name: objects_of(table, name) for name in ("doc_id", "content_key")}
         metas = [name for name in table.column_names if name.startswith(META_PREFIX)]
@@ -95,7 +101,7 @@ class Codec(ABC):
 
     def physical_columns(self, names: set[str]) -> list[str]:
         """Return the stored columns that the given Record fields need."""
-        return sorted(names - {"split", "source", "meta"})
+        return sorted(names - {"split", "source", "meta"} - (set() if self.rows.kind == "sampled" else {"exact"}))
 
     def writer_options(self, schema: pa.Schema) -> dict[str, Any]:
         """Return arguments for ParquetWriter: dictionaries only for the corpus's text, a page index, page checksums.
@@ -104,7 +110,7 @@ class Codec(ABC):
         4 MiB instead of 1 save three more (a row group is read whole, so small pages buy nothing).
         """
         texts = [f.name for f in schema if f.name.startswith(META_PREFIX) and pa.types.is_string(f.type)]
-        encodings = COMMON_ENCODINGS | {f"{name}.{LEAF}.{LEAF}": "BYTE_STREAM_SPLIT" for name in self.topk_columns}
+        encodings = COMMON_ENCODINGS | self.leaf_encodings()
         return {
             "compression": "zstd",
             "compression_level": 6,
@@ -115,6 +121,10 @@ class Codec(ABC):
             "write_statistics": ["doc_id", "window"],
             "data_page_size": 2**22,
         }
+
+    def leaf_encodings(self) -> dict[str, str]:
+        """Return Parquet leaf path -> encoding of the top K's columns."""
+        return {f"{name}.{LEAF}.{LEAF}": "BYTE_STREAM_SPLIT" for name in self.topk_columns}
 
     def opening_metadata(self) -> dict[str, str]:
         """Return footer entries that a decoder needs; known after the first encode."""
@@ -128,6 +138,11 @@ class Codec(ABC):
 def nested(values: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> pa.ListArray:
     """Make list<fixed_size_list<K>> [B] of values [R, K] and offsets [B+1]; no copy."""
     return ragged(pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]), offsets)
+
+
+def nullable(values: np.ndarray[Any, Any]) -> pa.Array:
+    """Make an array of float32 [R] in which NaN is null."""
+    return pa.array(values, mask=np.isnan(values))
 
 
 def ragged(values: pa.Array, offsets: np.ndarray[Any, Any]) -> pa.ListArray:

@@ -12,6 +12,9 @@ one, within one level, so that the mass of the K stays what it was. The tail is 
 
 Bound: sum |p - p'| over the K entries and the tail <= 0.01 for every row, or encoding raises. The largest error of a file
 is in its footer as teachercache.compact.max_l1. Entries whose levels are equal come back ordered by frequency.
+
+In a sampled row all this holds for the exact part. A drawn entry costs an id only, in differences behind theirs; its
+weight comes back as tail_logprob - log m, without any rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ import pyarrow as pa
 
 from teachercache.errors import CorruptFile, InvalidRecord
 from teachercache.format.record import MASS_SLACK, Float32Array, Int32Array
-from teachercache.parquet.block import Block
+from teachercache.format.spec import Rows
+from teachercache.parquet.block import ROW_DTYPES, Block
 from teachercache.parquet.columns import Codec, list_parts, nested, numbers, ragged
 
 MAX_L1 = 0.01
@@ -47,8 +51,8 @@ class CompactCodec(Codec):
     value_types: ClassVar = {"topk_id_delta": pa.int32(), "topk_level": pa.int32()}
     row_types: ClassVar = {"topk_scale": pa.uint8()}
 
-    def __init__(self, top_k: int, vocab_size: int) -> None:
-        super().__init__(top_k)
+    def __init__(self, rows: Rows, vocab_size: int) -> None:
+        super().__init__(rows)
         self.vocab_size = vocab_size
         self.max_l1 = 0.0
         self._frequent: Int32Array | None = None
@@ -60,7 +64,9 @@ class CompactCodec(Codec):
         if self._number is None:
             self._frequent = frequent_ids(block.topk_ids, self.vocab_size)
             self._number = np.argsort(numbering(self._frequent, self.vocab_size)).astype(np.int32)
-        level, scale, error = quantise(block.topk_logprobs)
+        drawn = self._drawn(block.exact, len(block.topk_ids))
+        level, scale, error = quantise(np.where(drawn, np.float32(-np.inf), block.topk_logprobs))
+        level[drawn] = 0
         worst = float(error.max())
         if worst > MAX_L1:
             raise InvalidRecord(
@@ -68,10 +74,13 @@ class CompactCodec(Codec):
             )
         self.max_l1 = max(self.max_l1, worst)
         number = self._number[block.topk_ids]
-        order = np.argsort(number, axis=1)
+        order = np.argsort(np.where(drawn, number + np.int64(self.vocab_size), number), axis=1)
         number, level = np.take_along_axis(number, order, 1), np.take_along_axis(level, order, 1)
+        delta = np.diff(number, axis=1, prepend=np.int32(0))
+        if block.exact is not None:  # the drawn ids start from 0 again
+            delta = np.where(np.arange(self.top_k) == block.exact[:, None], number, delta)
         return {
-            "topk_id_delta": nested(np.diff(number, axis=1, prepend=np.int32(0)), block.row_offsets),
+            "topk_id_delta": nested(delta, block.row_offsets),
             "topk_level": nested(level, block.row_offsets),
             "topk_scale": ragged(pa.array(scale), block.row_offsets),
         }
@@ -82,13 +91,21 @@ class CompactCodec(Codec):
         if delta is None or level is None:
             return None, None
         scale = numbers(list_parts(table, "topk_scale")[1], np.uint8)
-        return self._restore(delta, level, scale, self._order_of(table))
+        if self.rows.kind == "top_k":
+            return self._restore(delta, level, scale, self._order_of(table))
+        exact, tail = (numbers(list_parts(table, name)[1], ROW_DTYPES[name]) for name in ("exact", "tail_logprob"))
+        if exact.size and not 1 <= exact.min() <= exact.max() <= self.top_k:
+            raise ValueError("a stored count of exact entries lies outside its range")
+        ids, logprobs = self._restore(delta, level, scale, self._order_of(table), exact)
+        weight = tail - np.log(np.maximum(self.top_k - exact.astype(np.float32), 1))
+        return ids, np.where(self._drawn(exact, len(ids)), weight[:, None].astype(np.float32), logprobs)
 
     def physical_columns(self, names: set[str]) -> list[str]:
         """Return the stored columns that the given Record fields need."""
         stored = set(super().physical_columns(names)) - {"topk_ids", "topk_logprobs"}
         if names & {"topk_ids", "topk_logprobs"}:  # each needs the other: the order comes from the levels
             stored |= {"topk_id_delta", "topk_level", "topk_scale"}
+            stored |= {"exact", "tail_logprob"} if self.rows.kind == "sampled" else set()
         return sorted(stored)
 
     def opening_metadata(self) -> dict[str, str]:
@@ -101,11 +118,19 @@ class CompactCodec(Codec):
         """Return the largest L1 error of the file, as the footer keeps it."""
         return {L1_KEY.decode(): f"{self.max_l1:.6f}"}
 
+    def _drawn(self, exact: Any, rows: int) -> npt.NDArray[np.bool_]:
+        """Return [R, K]: which entries were drawn; none in a top-K row."""
+        if exact is None:
+            return np.zeros((rows, self.top_k), dtype=np.bool_)
+        drawn: npt.NDArray[np.bool_] = np.arange(self.top_k) >= exact[:, None]
+        return drawn
+
     def _restore(
-        self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array
+        self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array, exact: Any = None
     ) -> tuple[Int32Array, Float32Array]:
         """Return ids and log-probabilities [R, K] by descending log-probability, of differences and levels [R, K].
 
+        Behind `exact` [R] entries of a sampled row come drawn ones: their ids ascend, their log-probabilities mean nothing.
         Works on RESTORED entries at a time, so that a large row group needs little more than what it returns.
         """
         if scale.size and scale.max() >= SCALES:
@@ -114,14 +139,19 @@ class CompactCodec(Codec):
         step = max(1, RESTORED // self.top_k)
         for i in range(0, len(delta), step):
             part = slice(i, i + step)
-            ids[part], logprobs[part] = self._restore_part(delta[part], level[part], scale[part], order)
+            ids[part], logprobs[part] = self._restore_part(
+                delta[part], level[part], scale[part], order, None if exact is None else exact[part]
+            )
         return ids, logprobs
 
     def _restore_part(
-        self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array
+        self, delta: Int32Array, level: Int32Array, scale: npt.NDArray[np.uint8], order: Int32Array, exact: Any
     ) -> tuple[Int32Array, Float32Array]:
         """Restore some rows. Level and number are packed into one integer, so that a single sort does the work."""
         number = np.cumsum(delta, axis=1, dtype=np.int32)
+        drawn = self._drawn(exact, len(delta))
+        if exact is not None:
+            number -= np.where(drawn, np.take_along_axis(number, exact[:, None].astype(np.int64) - 1, axis=1), 0)
         for values, limit in ((delta, len(order)), (number, len(order)), (level, len(_grids()[0]))):
             # Unsigned, so that below 0 is beyond the limit too. Steps within it cannot overflow without being seen.
             if values.size and values.view(np.uint32).max() >= limit:
@@ -131,9 +161,12 @@ class CompactCodec(Codec):
         key: npt.NDArray[Any] = level.astype(wide)
         key <<= bits
         key |= number
+        if exact is not None:  # behind all levels, by id
+            key[drawn] = (len(_grids()[0]) << bits) | order[number[drawn]]
         key.sort(axis=1)
-        ids = order[key & ((1 << bits) - 1)]
-        level = key >> bits
+        number = (key & ((1 << bits) - 1)).astype(np.int32)
+        ids = np.where(drawn, number, order[number]) if drawn.any() else order[number]
+        level = np.minimum(key >> bits, len(_grids()[0]) - 1)
         coarse = -_grids()[1][0]
         logprobs = coarse[level]
         for j in np.unique(scale[scale > 0]):

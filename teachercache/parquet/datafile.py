@@ -55,7 +55,7 @@ class FileBuilder:
         self._rows_per_group = rows_per_group
         self.local = folder / str(where).replace("/", "__")
         self._spec, self._digest = spec, spec.digest
-        self._codec = get_codec(where.codec, spec.top_k, spec.tokenizer.vocab_size)
+        self._codec = get_codec(where.codec, spec.rows, spec.tokenizer.vocab_size)
         self._pending: list[Record] = []
         self._pending_rows = self._pending_bytes = 0
         self._meta_kinds: dict[str, set[type]] = {}
@@ -65,7 +65,7 @@ class FileBuilder:
 
     def add(self, record: Record) -> None:
         """Check and buffer a record; writes a row group when enough rows wait."""
-        check_record(record, vocab_size=self._spec.tokenizer.vocab_size, top_k=self._spec.top_k)
+        check_record(record, self._spec)
         size = 8 * record.topk_ids.size + 4 * record.input_ids.size  # about, before compression; rows outweigh all else
         size += sum(len(value) for value in record.meta.values() if isinstance(value, str))
         if size > MAX_RECORD_BYTES:
@@ -192,7 +192,7 @@ class DataFile:
         Raises MissingObject, CorruptFile, UnsafeManifest.
         """
         self.entry, self._vocab_size = entry, spec.tokenizer.vocab_size
-        self._codec = get_codec(entry.codec, spec.top_k, spec.tokenizer.vocab_size)
+        self._codec = get_codec(entry.codec, spec.rows, spec.tokenizer.vocab_size)
         with _explained(entry, "it is not readable as Parquet"):
             source = store.open_input(entry.path, size=entry.size) if local is None else local
             if source.size() != entry.size:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from teachercache.format.record import round_logprobs
+from teachercache.format.record import Float32Array, round_logprobs
 from teachercache.parquet.block import Block
 from teachercache.parquet.columns import Codec, nested
 
@@ -27,8 +27,14 @@ class OpenCodec(Codec):
         """Return both columns; log-probabilities are rounded to float16 values."""
         return {
             "topk_ids": nested(block.topk_ids, block.row_offsets),
-            "topk_logprobs": nested(round_logprobs(block.topk_logprobs), block.row_offsets),
+            "topk_logprobs": nested(self._rounded(block.topk_logprobs), block.row_offsets),
         }
+
+    def _rounded(self, logprobs: Float32Array) -> Float32Array:
+        """Return float16 values; of a sampled row to the nearest always, since rounding all down would be a bias."""
+        return (
+            logprobs.astype(np.float16).astype(np.float32) if self.rows.kind == "sampled" else round_logprobs(logprobs)
+        )
 
     def decode_topk(self, table: pa.Table) -> tuple[Any, Any]:
         """Return ids and log-probabilities [R, K]; None for what the table lacks."""

@@ -20,8 +20,10 @@ COMMON = {
     "tail_logprob": (pa.float32(), A_ROW),
     "target_logprob": (pa.float32(), A_ROW),
     "loss_mask": (pa.bool_(), A_ROW),
+    "entropy": (pa.float32(), A_ROW),
 }
-MAY_BE_NULL = {"target_logprob"}
+SAMPLED = {"exact": (pa.uint16(), A_ROW)}  # in files of sampled rows alone
+MAY_BE_NULL = {"target_logprob", "entropy"}
 
 
 def column_type(value: pa.DataType, each: int) -> pa.DataType:

@@ -71,7 +71,7 @@ def optimize(
     for good, expire the older manifests afterwards (`gc --keep-manifests 1`).
     """
     if codec is not None:
-        get_codec(codec, writer.spec.top_k, writer.spec.tokenizer.vocab_size)
+        get_codec(codec, writer.spec.rows, writer.spec.tokenizer.vocab_size)
     gone = set(without)
     newest = writer.ledger.newest_manifest()
     partial = allow_partial or (newest is not None and not newest.complete)

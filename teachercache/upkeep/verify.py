@@ -363,7 +363,7 @@ def _checked_blocks(
 
 
 def _check_row_invariants(record: Record, spec: CacheSpec) -> None:
-    check_record(record, vocab_size=spec.tokenizer.vocab_size, top_k=spec.top_k)
+    check_record(record, spec)
     if record.content_key != content_key(spec.digest, record.input_ids, record.row_pos):
         said = "content_key is not that of its tokens"
         raise InvalidRecord("content_key", said, doc_id=record.doc_id, window=record.window)

@@ -36,7 +36,7 @@ def export(
         raise UsageError(f"files of {target_bytes:,} bytes exceed the limit of {MAX_FILE_BYTES:,}.")
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    codec = get_codec("open", cache.spec.top_k, cache.spec.tokenizer.vocab_size)
+    codec = get_codec("open", cache.spec.rows, cache.spec.tokenizer.vocab_size)
     types = _meta_types(cache)
     done = 0
     for split, source in sorted({(f.split, f.source) for f in cache.manifest.files}):

@@ -43,7 +43,8 @@ def make_corpus(path: Path, documents: int = 12) -> Path:
 def job_tree(cache: str, model: Path, corpus: Path, **run: Any) -> dict[str, Any]:
     return {
         "cache": cache,
-        "teacher": {"model": str(model), "engine": "noop", "top_k": 20, "max_model_len": 256},
+        "teacher": {"model": str(model), "engine": "noop", "max_model_len": 256},
+        "rows": {"entries": 20},
         "corpora": [
             {
                 "source": "notes",

@@ -52,8 +52,9 @@ def _job(folder: Path, url: str, model: Path) -> Path:
         write_jsonl(folder / f"in{i}.jsonl", docs)
     job = {
         "cache": url,
-        "teacher": {"model": str(model), "engine": "noop", "top_k": 8, "max_model_len": 512,
+        "teacher": {"model": str(model), "engine": "noop", "max_model_len": 512,
                     "engine_args": {"delay_s": 0.5}},
+        "rows": {"entries": 8},
         "corpora": [{"source": "s", "files": [f"{folder}/in*.jsonl"], "fields": {"text": "text", "id": "id"}}],
         "run": {"actors": 2, "shard_bytes": 1500, "log_every_s": 5, "shard_timeout_s": 60, "max_retries": 8},
     }  # fmt: skip

@@ -68,14 +68,15 @@ def documents(count: int, length: int = 120) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def job_file(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., Path]:
-    """job_file(cache, files, teacher={...}, corpus={...}, recipe={...}, run={...}) → path of a YAML job file."""
+    """job_file(cache, files, teacher={...}, rows={...}, corpus={...}, recipe={...}, run={...}) → path of a YAML job file."""
 
     def make(cache: str | Path, files: list[Path], **parts: dict[str, Any]) -> Path:
-        teacher = {"model": str(tokenizer_folder), "engine": "noop", "top_k": 8, "max_model_len": 512}
+        teacher = {"model": str(tokenizer_folder), "engine": "noop", "max_model_len": 512}
         corpus = {"source": "s", "files": [str(f) for f in files], "fields": {"text": "text", "id": "id"}}
         job = {
             "cache": str(cache),
             "teacher": teacher | parts.get("teacher", {}),
+            "rows": {"entries": 8} | parts.get("rows", {}),
             "corpora": [corpus | parts.get("corpus", {})],
             "recipe": parts.get("recipe", {}),
             "run": {"executor": "inline", "shard_bytes": 2000, "log_every_s": 5} | parts.get("run", {}),

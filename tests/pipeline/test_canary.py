@@ -10,16 +10,18 @@ import pytest
 from pipeline.config import TeacherConfig, parse_job
 from pipeline.corpus.encode import Encoder
 from pipeline.errors import CanaryFailed
-from pipeline.teachers.base import EngineRows, rows_from_columns
+from pipeline.teachers.base import EngineRows, RowsWanted, rows_from_columns
 from pipeline.teachers.canary import LIMITS, TEXTS, WARN_RATIO, check_teacher, drift_ratio, mean_drift
 from pipeline.teachers.noop import NoopTeacher, expected_columns
+from teachercache.format.spec import TopKRows
 from tests.pipeline.drift import largest_drift
 
 K, VOCAB = 20, 300
+TOP_K = RowsWanted(TopKRows(entries=K), VOCAB)
 
 
 def rows_of(ids: np.ndarray) -> EngineRows:
-    return rows_from_columns(ids, np.arange(len(ids), dtype=np.int32), *expected_columns(ids, K, VOCAB), K, VOCAB)
+    return rows_from_columns(ids, np.arange(len(ids), dtype=np.int32), expected_columns(ids, K, VOCAB), TOP_K)
 
 
 def test_drift_of_equal_rows_is_zero_and_of_other_rows_infinite():
@@ -40,7 +42,7 @@ class Lying(NoopTeacher):
     """Claims to be vLLM; its accelerated path shifts every log-probability."""
 
     def __init__(self, config: TeacherConfig, vocab: int, shift: float) -> None:
-        super().__init__(config, vocab)
+        super().__init__(config, RowsWanted(TopKRows(entries=K), vocab))
         self.shift, self.on = shift, False
 
     def accelerate(self) -> None:
@@ -61,7 +63,7 @@ class Lying(NoopTeacher):
 
 @pytest.mark.parametrize(("shift", "fine"), [(0.0, True), (0.01, True), (0.3, False)])
 def test_a_fast_path_that_gives_other_numbers_is_refused(tokenizer_folder, shift, fine):
-    config = TeacherConfig(model=str(tokenizer_folder), engine="vllm", top_k=K)
+    config = TeacherConfig(model=str(tokenizer_folder), engine="vllm")
     job = parse_job({"cache": "unused", "teacher": config.model_dump(), "corpora": [{"files": ["unused"]}]})
     encoder = Encoder(job, tokenizer_folder)
     teacher = Lying(config, encoder.vocab_size, shift)
@@ -98,8 +100,12 @@ def test_bfloat16_of_a_real_model_is_noise_and_a_wrong_layer_is_not():
     )
     encoder = Encoder(job, model)
     inputs = [np.asarray(encoder.backend.encode(t).ids, dtype=np.int32) for t in TEXTS]
-    exact = HfTeacher(TeacherConfig(model=str(model), dtype="float32"), str(model), encoder.vocab_size)
-    rough = HfTeacher(TeacherConfig(model=str(model), dtype="bfloat16"), str(model), encoder.vocab_size)
+    exact = HfTeacher(
+        TeacherConfig(model=str(model), dtype="float32"), str(model), RowsWanted(TopKRows(), encoder.vocab_size)
+    )
+    rough = HfTeacher(
+        TeacherConfig(model=str(model), dtype="bfloat16"), str(model), RowsWanted(TopKRows(), encoder.vocab_size)
+    )
     expected = [s.rows for s in exact.score(inputs)]
     noise = max(mean_drift(a, b.rows) for a, b in zip(expected, rough.score(inputs), strict=True))
     with torch.no_grad():

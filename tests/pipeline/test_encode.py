@@ -13,7 +13,7 @@ from pipeline.corpus.encode import Encoder, Tokens
 
 
 def encoder_for(folder: Path, **recipe: object) -> Encoder:
-    teacher = {"model": str(folder), "engine": "noop", "top_k": 8, "max_model_len": 64}
+    teacher = {"model": str(folder), "engine": "noop", "max_model_len": 64}
     job = {"cache": "unused", "teacher": teacher, "corpora": [{"files": ["unused"]}], "recipe": recipe}
     return Encoder(parse_job(job), folder)
 

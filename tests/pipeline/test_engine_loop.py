@@ -13,8 +13,10 @@ from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder, Tokens, Window
 from pipeline.errors import EngineDied
 from pipeline.running.engine_loop import EngineLoop
+from pipeline.teachers.base import RowsWanted
 from pipeline.teachers.noop import NoopTeacher
 from teachercache import fingerprint_tokenizer
+from teachercache.format.spec import TopKRows
 from tests.waiting import wait_for
 
 VOCAB = 300
@@ -40,8 +42,8 @@ class OutOfOrder(NoopTeacher):
 
 
 def start(kind=NoopTeacher, tokens: int = 500, **faults) -> EngineLoop:
-    config = TeacherConfig(model="unused", engine="noop", top_k=8, engine_args=faults)
-    return EngineLoop(lambda: kind(config, VOCAB), tokens)
+    config = TeacherConfig(model="unused", engine="noop", engine_args=faults)
+    return EngineLoop(lambda: kind(config, RowsWanted(TopKRows(entries=8), VOCAB)), tokens)
 
 
 def test_answers_come_in_input_order_and_the_engine_stays_within_its_limit():
@@ -155,7 +157,7 @@ def test_shards_share_the_engine():
     for thread in threads:
         thread.join(timeout=30)
     assert done == [list(range(30))] * 3
-    assert loop.call(lambda teacher: teacher.top_k) == 8
+    assert loop.call(lambda teacher: teacher.wanted.rows.entries) == 8
     assert loop.tokens == 3 * 30 * 50
     loop.stop()
 
@@ -179,11 +181,11 @@ def test_windows_equal_one_long_pass_where_the_context_is_the_same(tmp_path_fact
         max_position_embeddings=512,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    settings = {"model": str(folder), "engine": "hf", "dtype": "float32", "top_k": 10, "max_model_len": 512}
+    settings = {"model": str(folder), "engine": "hf", "dtype": "float32", "max_model_len": 512}
     recipe = {"windows": {"size": 40, "min_context": 10}, "eos": False}
     job = parse_job({"cache": "c", "teacher": settings, "corpora": [{"files": ["f"]}], "recipe": recipe})
     encoder = Encoder(job, folder)
-    teacher = HfTeacher(job.teacher, str(folder), encoder.vocab_size)
+    teacher = HfTeacher(job.teacher, str(folder), RowsWanted(TopKRows(entries=10), encoder.vocab_size))
     ids = np.random.default_rng(0).integers(0, 250, 130).astype(np.int32)
     (long_pass,) = teacher.score([ids])
     document = Document("d", 0, "s", "train", "text", b"", text="x")

@@ -62,7 +62,7 @@ def test_cache_of_another_teacher(job_file, tmp_path):
     job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))])
     assert pipeline("run", job).returncode == 0
     before = sorted(p for p in (tmp_path / "cache").rglob("*"))
-    assert "top_k" in one_line(pipeline("run", job, "teacher.top_k=9"))
+    assert "rows.entries: ours 9" in one_line(pipeline("run", job, "rows.entries=9"))
     assert sorted(p for p in (tmp_path / "cache").rglob("*")) == before
 
 

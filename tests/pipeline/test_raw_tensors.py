@@ -13,10 +13,12 @@ pytest.importorskip("vllm")
 
 from pipeline.errors import RowsInvalid  # noqa: E402
 from pipeline.teachers import raw_tensors  # noqa: E402
-from pipeline.teachers.base import rows_from_columns  # noqa: E402
+from pipeline.teachers.base import Columns, RowsWanted, rows_from_columns  # noqa: E402
 from pipeline.teachers.vllm_teacher import columns_of  # noqa: E402
+from teachercache.format.spec import TopKRows  # noqa: E402
 
 K, N, VOCAB = 20, 37, 500
+WANTED = RowsWanted(TopKRows(entries=K), VOCAB)
 
 
 def recorded_output(seed: int, chunks: int):
@@ -78,7 +80,7 @@ def test_fast_and_public_front_end_agree_bit_for_bit(chunks):
         np.testing.assert_array_equal(fast[0], public[0])
         np.testing.assert_array_equal(fast[1].view(np.int32), public[1].view(np.int32))
         positions = np.arange(N, dtype=np.int32)
-        a, b = (rows_from_columns(input_ids, positions, *c, K, VOCAB) for c in (fast, public))
+        a, b = (rows_from_columns(input_ids, positions, c, WANTED) for c in (fast, public))
         for name in ("topk_ids", "topk_logprobs", "tail_logprob", "target_logprob"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
@@ -103,19 +105,19 @@ def test_other_requests_are_untouched():
 )
 def test_broken_rows_are_told_apart(damage, reason):
     input_ids, prompt, last = recorded_output(1, 1)
-    ids, logprobs = (c.copy() for c in columns_of(through_front_end(prompt, last, fast=True), K))
+    ids, logprobs = (c.copy() for c in columns_of(through_front_end(prompt, last, fast=True), K)[:2])
     damage(ids, logprobs)
     with pytest.raises(RowsInvalid) as caught:
-        rows_from_columns(input_ids, np.arange(N, dtype=np.int32), ids, logprobs, K, VOCAB)
+        rows_from_columns(input_ids, np.arange(N, dtype=np.int32), Columns(ids, logprobs), WANTED)
     assert caught.value.reason == reason
 
 
 def test_rows_at_chosen_positions_are_a_selection_of_all_rows():
     input_ids, prompt, last = recorded_output(2, 1)
     columns = columns_of(through_front_end(prompt, last, fast=True), K)
-    every = rows_from_columns(input_ids, np.arange(N, dtype=np.int32), *columns, K, VOCAB)
+    every = rows_from_columns(input_ids, np.arange(N, dtype=np.int32), columns, WANTED)
     some = np.asarray([0, 3, 17, N - 1], dtype=np.int32)
-    few = rows_from_columns(input_ids, some, *columns, K, VOCAB)
+    few = rows_from_columns(input_ids, some, columns, WANTED)
     np.testing.assert_array_equal(few.topk_ids, every.topk_ids[some])
     np.testing.assert_array_equal(few.tail_logprob, every.tail_logprob[some])
     np.testing.assert_array_equal(few.target_logprob, every.target_logprob[some])

@@ -161,9 +161,10 @@ def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
     records = list(teachercache.open(str(tmp_path / "cache")).records())
     assert len(records) > 100
     for r in records:
-        ids, logprobs = expected_columns(r.input_ids, 8, vocab)
+        ids, logprobs, entropy, *_ = expected_columns(r.input_ids, 8, vocab)
         np.testing.assert_array_equal(r.topk_ids, ids[r.row_pos, 1:])
         np.testing.assert_allclose(r.topk_logprobs, logprobs[r.row_pos, 1:], rtol=1e-3)
+        np.testing.assert_allclose(r.entropy, entropy[r.row_pos], rtol=1e-3)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def make_encoder(folder: Path, family: str, **recipe: object) -> Encoder:
     job = parse_job(
         {
             "cache": "unused",
-            "teacher": {"model": str(folder), "engine": "noop", "top_k": 8, "max_model_len": 4096},
+            "teacher": {"model": str(folder), "engine": "noop", "max_model_len": 4096},
             "corpora": [{"files": ["unused"], "fields": {"messages": "messages", "tools": "tools"}}],
             "recipe": {"eos": False, "chat": {"template": str(TEMPLATES / f"{family}.jinja")}, **recipe},
         }

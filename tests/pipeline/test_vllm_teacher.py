@@ -10,7 +10,8 @@ import pytest
 from pipeline.config import GenerateConfig, TeacherConfig, parse_job
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder
-from pipeline.teachers.base import Prompt
+from pipeline.teachers.base import Prompt, RowsWanted
+from teachercache.format.spec import TopKRows
 
 MODEL = Path("build/models/smollm2-135m")
 POSITIONS = 2_000
@@ -55,9 +56,10 @@ def scored():
     job = parse_job({"cache": "unused", "teacher": config.model_dump(), "corpora": [{"files": ["unused"]}]})
     encoder = Encoder(job, MODEL)
     inputs = real_inputs(encoder)
-    reference = HfTeacher(TeacherConfig(model=str(MODEL), dtype="float32"), str(MODEL), encoder.vocab_size)
+    wanted = RowsWanted(TopKRows(), encoder.vocab_size)
+    reference = HfTeacher(TeacherConfig(model=str(MODEL), dtype="float32"), str(MODEL), wanted)
     expected = [reference.columns(ids) for ids in inputs]
-    teacher = VllmTeacher(config, str(MODEL), encoder.vocab_size)
+    teacher = VllmTeacher(config, str(MODEL), wanted)
     try:
         assert teacher.provenance["path"] == "raw", teacher.provenance
         active = [s.rows for s in teacher.score(inputs)]
@@ -71,7 +73,7 @@ def scored():
 def test_top_k_sets_agree_with_transformers(scored):
     _, active, _, expected, _ = scored
     shared = total = 0
-    for rows, (ids, _) in zip(active, expected, strict=True):
+    for rows, (ids, *_) in zip(active, expected, strict=True):
         for ours, theirs in zip(rows.topk_ids, ids[:, 1:], strict=True):
             shared += len(np.intersect1d(ours, theirs))
             total += len(ours)
@@ -83,7 +85,7 @@ def test_top_k_sets_agree_with_transformers(scored):
 def test_log_probabilities_agree_with_transformers(scored):
     _, active, _, expected, _ = scored
     worst = 0.0
-    for rows, (ids, logprobs) in zip(active, expected, strict=True):
+    for rows, (ids, logprobs, *_) in zip(active, expected, strict=True):
         for position in range(len(ids)):
             theirs = dict(zip(ids[position, 1:].tolist(), logprobs[position, 1:].tolist(), strict=True))
             for token, value in zip(
@@ -97,7 +99,7 @@ def test_log_probabilities_agree_with_transformers(scored):
 
 def test_target_is_the_real_next_token_everywhere_and_null_after_the_last(scored):
     inputs, active, _, expected, _ = scored
-    for ids, rows, (_, logprobs) in zip(inputs, active, expected, strict=True):
+    for ids, rows, (_, logprobs, *_) in zip(inputs, active, expected, strict=True):
         assert len(rows.target_logprob) == len(ids)
         assert np.isnan(rows.target_logprob[-1])
         np.testing.assert_allclose(rows.target_logprob[:-1], logprobs[:-1, 0], atol=2e-3)
@@ -106,7 +108,7 @@ def test_target_is_the_real_next_token_everywhere_and_null_after_the_last(scored
 def test_tail_probability_agrees_to_1e_5(scored):
     _, active, _, expected, _ = scored
     worst = 0.0
-    for rows, (_, logprobs) in zip(active, expected, strict=True):
+    for rows, (_, logprobs, *_) in zip(active, expected, strict=True):
         theirs = 1.0 - np.exp(logprobs[:, 1:].astype(np.float64)).sum(axis=1)
         worst = max(worst, float(np.abs(np.exp(rows.tail_logprob) - np.maximum(theirs, 0)).max()))
     print(f"largest |difference of tail probabilities| {worst:.2e}")
@@ -115,7 +117,7 @@ def test_tail_probability_agrees_to_1e_5(scored):
 
 def test_last_row_is_there_and_right(scored):
     _, active, _, expected, _ = scored
-    for rows, (ids, logprobs) in zip(active, expected, strict=True):
+    for rows, (ids, logprobs, *_) in zip(active, expected, strict=True):
         top = 20  # the tail of a row may swap near-ties
         assert len(np.intersect1d(rows.topk_ids[-1], ids[-1, 1:])) >= 99
         np.testing.assert_allclose(rows.topk_logprobs[-1, :top], logprobs[-1, 1 : top + 1], atol=2e-3)

@@ -13,7 +13,7 @@ import numpy as np
 import teachercache
 from teachercache import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.format import layout
-from teachercache.format.spec import CacheSpec, TeacherSpec, canonical_json
+from teachercache.format.spec import CacheSpec, TeacherSpec, TopKRows, canonical_json
 from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
@@ -62,7 +62,7 @@ def spec_of(folder, top_k=8) -> CacheSpec:
             engine="hf", head_dtype="float32",
         ),
         tokenizer=fingerprint_tokenizer(folder),
-        top_k=top_k,
+        rows=TopKRows(entries=top_k),
     )  # fmt: skip
 
 

@@ -72,6 +72,7 @@ def test_windows_and_masks_survive(tmp_path):
         topk_logprobs=record.topk_logprobs[5:],
         tail_logprob=record.tail_logprob[5:],
         target_logprob=record.target_logprob[5:],
+        entropy=record.entropy[5:],
         loss_mask=np.arange(15) % 2 == 1,
     )
     cut.loss_mask[-1] = False

@@ -64,7 +64,7 @@ def test_one_byte_is_another_identity_and_its_field_is_named(teacher, tmp_path, 
 
 
 def test_another_k_is_another_identity(teacher):
-    assert [d[0] for d in spec_of(teacher, 8).differences(spec_of(teacher, 9))] == ["top_k"]
+    assert [d[0] for d in spec_of(teacher, 8).differences(spec_of(teacher, 9))] == ["rows.entries"]
 
 
 def test_what_does_not_matter_does_not_move_the_identity(teacher):

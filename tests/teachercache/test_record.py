@@ -56,13 +56,13 @@ def changed(name, index, value):
 )
 def test_each_broken_invariant_is_named(record, reason):
     with pytest.raises(InvalidRecord) as caught:
-        check_record(record, vocab_size=1000, top_k=8)
+        check_record(record, SPEC)
     assert caught.value.reason == reason
 
 
 def test_a_good_record_passes_before_and_after_rounding():
-    check_record(GOOD, vocab_size=1000, top_k=8)
-    check_record(dataclasses.replace(GOOD, topk_logprobs=round_logprobs(GOOD.topk_logprobs)), vocab_size=1000, top_k=8)
+    check_record(GOOD, SPEC)
+    check_record(dataclasses.replace(GOOD, topk_logprobs=round_logprobs(GOOD.topk_logprobs)), SPEC)
 
 
 def test_a_flat_row_that_holds_all_the_mass_rounds_down_and_passes():
@@ -132,4 +132,4 @@ def test_any_shape_of_records_survives_a_file(tmp_path_factory, lengths, seed, c
 def test_a_doc_id_that_is_not_unicode_is_named_before_it_breaks_a_file():
     """JSON lets half a surrogate pair through; Parquet does not."""
     with pytest.raises(InvalidRecord, match="doc_id"):
-        check_record(dataclasses.replace(GOOD, doc_id="a\ud800"), vocab_size=1000, top_k=8)
+        check_record(dataclasses.replace(GOOD, doc_id="a\ud800"), SPEC)

@@ -284,7 +284,10 @@ def test_a_commit_of_another_spec_is_found(cache, tmp_path):
 def test_an_edited_document_is_found_by_its_seal(cache, which):
     path = cache / which
     path.write_bytes(
-        path.read_bytes().replace(b'"rows":', b'"rows": ').replace(b'"top_k":8', b'"top_k":9').replace(b"s1-", b"s2-")
+        path.read_bytes()
+        .replace(b'"rows":', b'"rows": ')
+        .replace(b'"entries":8', b'"entries":9')
+        .replace(b"s1-", b"s2-")
     )
     if which == "spec.json":
         with pytest.raises(teachercache.errors.CorruptFile, match="own seal"):

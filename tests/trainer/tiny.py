@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import teachercache
-from teachercache.format.spec import CacheSpec, TeacherSpec
+from teachercache.format.spec import CacheSpec, TeacherSpec, TopKRows
 
 TEXT = [
     "the cat sat on the mat and looked at the other cat",
@@ -78,7 +78,7 @@ def spec_for(folder: Path, *, top_k: int = 16) -> CacheSpec:
             head_dtype="float32",
         ),
         tokenizer=teachercache.fingerprint_tokenizer(folder),
-        top_k=top_k,
+        rows=TopKRows(entries=top_k),
     )
 
 
