@@ -126,7 +126,13 @@ def run(
     if result.manifest is not None:
         m = result.manifest
         state = "complete" if m.complete else "PARTIAL"
-        tell(f"published manifest {m.number} ({state}): {m.documents} documents, {m.rows} rows, {len(m.files)} files")
+        tell(
+            f"published manifest {m.number} ({state}): {m.documents:,} documents, {m.rows:,} rows, {len(m.files):,} files"
+        )
+        if config.teacher.engine == "noop":
+            tell(
+                "note: the engine noop makes rows up: this cache tests a pipeline, and there is nothing to learn from it"
+            )
     if as_json:
         report = {
             "reason": outcome.reason,

@@ -35,6 +35,10 @@ PATH = "teachercache-demo/smollm2-135m"  # bucket and prefix
 CACHE = f"s3://{PATH}"
 JOB = "deploy/examples/demo-job.yaml"
 TRAIN = "deploy/examples/demo-train.yaml"
+GENERATE = (
+    "python -c \"from transformers import pipeline; write = pipeline('text-generation', 'build/demo/trained/final'); "
+    "print(write('A list in Python is', max_new_tokens=40)[0]['generated_text'])\""
+)
 
 console = Console(highlight=False)
 
@@ -162,7 +166,15 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     ratio = report["student.heldout_kl_after"] / report["student.heldout_kl_before"]
     console.print(f"Held-out KL fell to {ratio:.0%} of where it began; the report is build/demo/report.json")
-    console.print("The S3 server is stopped, and its files are kept: .venv/bin/teachercache show build/demo/s3/" + PATH)
+    cache = f"build/demo/s3/{PATH}"
+    console.print("\nThe S3 server is stopped and its files are kept, so that these work now:")
+    for command in (
+        f"teachercache show {cache}",
+        f"teachercache report {cache} --to build/demo/report.html",
+        f"teachercache fit {TRAIN} cache={cache} student=build/demo/student output=build/demo/my-student",
+        GENERATE,
+    ):
+        console.print(f"   .venv/bin/{command}", soft_wrap=True, markup=False)
 
 
 def interrupted(signum: int, frame: object) -> None:

@@ -19,11 +19,21 @@ import typer
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from teachercache.console import local_path, missing_module, note, print_json, progress_bar, run_cli, say, text_console
+from teachercache.console import (
+    local_path,
+    missing_module,
+    note,
+    print_json,
+    print_unfolded,
+    progress_bar,
+    run_cli,
+    say,
+    text_console,
+)
 from teachercache.errors import CorruptFile, MissingObject, NotACache, UnsafeManifest, UnsupportedFormat, UsageError
 from teachercache.format import layout
 from teachercache.parquet.codecs import CODECS
-from teachercache.read.cache import Cache, IncompleteCacheWarning
+from teachercache.read.cache import Cache, IncompleteCacheWarning, made_up_message
 from teachercache.read.cache import open as open_cache
 from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
@@ -107,6 +117,8 @@ def opened(url: str, manifest: int | None = None) -> Cache:
         cache = open_cache(url, manifest)
     for warning in caught:
         note(str(warning.message))
+    if cache.made_up:
+        note(made_up_message(cache))
     return cache
 
 
@@ -148,13 +160,12 @@ def ls(
         raise typer.Exit(int(broken))
     if not found:
         raise NotACache(f"there is no cache at {url} or up to {depth} levels below; check the URL, or raise --depth.")
-    texts = [Column(name, overflow="fold") for name in ("cache", "teacher")]
     numbers = [Column(name, justify="right") for name in ("K", "manifest", "rows", "bytes")]
-    table = Table(*texts, *numbers, "state", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table("cache", "teacher", *numbers, "state", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for item in found:
         counts = (str(item["top_k"] or ""), str(item["manifest"] or ""), f"{item['rows']:,}", f"{item['bytes']:,}")
         table.add_row(item["url"], item["teacher"], *counts, item["state"])
-    text_console().print(table)
+    print_unfolded(table)  # a URL is there to be copied
     raise typer.Exit(int(broken))
 
 

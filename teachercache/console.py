@@ -121,6 +121,13 @@ def text_console(*, stderr: bool = False) -> Console:
     return _SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
 
 
+def print_unfolded(renderable: RenderableType) -> None:
+    """Print a table on standard output, each row on one line however narrow the terminal is."""
+    console = text_console()
+    console.width = 10_000
+    console.print(renderable, soft_wrap=True)
+
+
 def say(text: str, *, stderr: bool = True) -> None:
     """Print a line for people, unwrapped."""
     print(printable(text), file=sys.stderr if stderr else sys.stdout, flush=True)

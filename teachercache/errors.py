@@ -111,6 +111,11 @@ class Exists(TeacherCacheError):
         self.path = path
 
 
+def _short(value: Any) -> str:
+    """Return a value as a message shows it; of a sha256 the first 12 digits."""
+    return value[:12] if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) else repr(value)
+
+
 class SpecMismatch(UsageError):
     """The cache belongs to another teacher, tokenizer or K. `differences` lists (field, ours, theirs)."""
 
@@ -120,7 +125,9 @@ class SpecMismatch(UsageError):
     def __init__(self, url: str, differences: Sequence[tuple[str, Any, Any]]) -> None:
         """Name every field that differs."""
         self.differences = list(differences)
-        shown = "; ".join(f"{field}: ours {ours!r}, the cache's {theirs!r}" for field, ours, theirs in self.differences)
+        shown = "; ".join(
+            f"{field}: ours {_short(ours)}, the cache's {_short(theirs)}" for field, ours, theirs in self.differences
+        )
         super().__init__(f"{url} is the cache of another teacher ({shown}); write to another URL or change the job.")
 
 

@@ -15,6 +15,7 @@ import torch
 from teachercache import Cache
 from teachercache.console import say, stop_on_signals
 from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.read.cache import made_up_message
 from trainer import resume, setup
 from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder
 from trainer.config import TrainerConfig
@@ -199,6 +200,8 @@ class _Run:
             )
         if not self.cache.manifest.complete:
             lines.append("note: this manifest is of an incomplete cache; the job that writes it has not finished")
+        if self.cache.made_up:
+            lines.append(f"note: {made_up_message(self.cache)}")
         return lines
 
 

@@ -6,10 +6,12 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from teachercache.errors import NotACache, UsageError
+from teachercache.errors import NotACache, TeacherCacheError, UsageError
+from teachercache.format import layout
 from teachercache.format.objects import Manifest, ManifestFile
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec
@@ -27,7 +29,13 @@ def open(
 ) -> Cache:
     """Open a cache, pinned to its newest manifest unless a number is given; NotACache where nothing was published."""
     ledger = Ledger.open(url, storage_options)
-    store, spec = ledger.store, ledger.spec()
+    store = ledger.store
+    try:
+        spec = ledger.spec()
+    except NotACache as error:
+        if (below := _caches_below(store)) and len(below) == 1:
+            raise NotACache(f"{store.where} is not a teacher cache; there is one below it: {below[0]}") from error
+        raise
     numbers = ledger.manifest_numbers()
     if not numbers:
         raise NotACache(
@@ -42,6 +50,13 @@ def open(
     return cache
 
 
+def _caches_below(store: Store) -> list[str]:
+    """Return the URLs of caches in the folders just below: one listing, and a request for each of the first 16."""
+    with suppress(TeacherCacheError):
+        return [store.child(name).url for name in store.folders("")[:16] if store.exists(name + layout.SPEC)]
+    return []
+
+
 class IncompleteCacheWarning(UserWarning):
     """The manifest was published although planned shards were missing."""
 
@@ -53,6 +68,11 @@ def incomplete_message(cache: Cache) -> str:
         f"{cache.url} manifest {m.number} is incomplete: {m.shards_committed} of {m.shards_planned} planned shards are in it "
         f"({m.shards_quarantined} in quarantine); re-run its job for the rest."
     )
+
+
+def made_up_message(cache: Cache) -> str:
+    """Return the sentence that every reader of a cache without a teacher sees."""
+    return f"{cache.url} holds made-up rows (engine noop): it tests a pipeline, and there is nothing to learn from it."
 
 
 class Cache:
@@ -71,6 +91,11 @@ class Cache:
     def url(self) -> str:
         """Return where the cache is."""
         return self.store.url
+
+    @property
+    def made_up(self) -> bool:
+        """Return whether no teacher made the rows: they come from the engine `noop`."""
+        return self.spec.teacher.engine == "noop"
 
     @property
     def splits(self) -> list[str]:

@@ -220,3 +220,41 @@ def test_help_lists_every_command_and_imports_no_engine():
     assert done.stdout.splitlines()[-1] == "[]"
     assert "Commands of pipeline" in done.stdout
     assert "Commands of trainer" in done.stdout
+
+
+def test_ls_keeps_every_cache_on_one_line_of_a_narrow_terminal(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    root = tmp_path / ("a-long-name-of-a-team" * 4)
+    writer = teachercache.create(root, SPEC)
+    writer.commit("a", synthetic_records(SPEC, 2, seed=1))
+    writer.publish()
+    code, out, _ = run("ls", tmp_path)
+    assert code == 0
+    assert any(str(root) in line and "complete" in line for line in out.splitlines())
+
+
+def test_a_url_above_one_cache_names_it(cache, run):
+    code, _, err = run("show", cache.parent)
+    assert code == 2
+    assert f"there is one below it: {cache}" in err.replace("file://", "")
+
+
+def test_a_cache_of_the_engine_noop_says_that_its_rows_are_made_up(run, tmp_path):
+    spec = SPEC.model_copy(update={"teacher": SPEC.teacher.model_copy(update={"engine": "noop"})})
+    writer = teachercache.create(tmp_path / "noop", spec)
+    writer.commit("a", synthetic_records(spec, 2, seed=1))
+    writer.publish()
+    for command in ("show", "head", "report"):
+        code, _, err = run(command, tmp_path / "noop", *(["--to", tmp_path / "r.html"] if command == "report" else []))
+        assert code == 0
+        assert "made-up rows" in err
+    assert "made-up" not in run("show", tmp_path / "noop", "--json")[1]
+
+
+def test_a_digest_in_a_refusal_is_short(tmp_path):
+    other = SPEC.model_copy(update={"teacher": SPEC.teacher.model_copy(update={"weights_digest": "a" * 64})})
+    teachercache.create(tmp_path, SPEC)
+    with pytest.raises(
+        teachercache.errors.SpecMismatch, match=r"weights_digest: ours a{12}, the cache's [0-9a-f]{12}\)"
+    ):
+        teachercache.create(tmp_path, other)

@@ -150,8 +150,8 @@ def check_fits(folder: Path, cache: Cache) -> None:
     mine = fingerprint_tokenizer(folder)
     if mine.digest != theirs.digest:
         raise UsageError(
-            f"the cache {cache.url} was made with tokenizer {theirs.digest[:12]} ({theirs.vocab_size} tokens), the student "
-            f"{folder} has {mine.digest[:12]} ({mine.vocab_size} tokens): train a student with the teacher's tokenizer"
+            f"the cache {cache.url} was made with tokenizer {theirs.digest[:12]} ({theirs.vocab_size:,} tokens), the student "
+            f"{folder} has {mine.digest[:12]} ({mine.vocab_size:,} tokens): train a student with the teacher's tokenizer"
         )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rows = (config.get("text_config") or config).get("vocab_size")
