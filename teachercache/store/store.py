@@ -89,8 +89,8 @@ def check_url(url: str) -> None:
     if separator:
         if scheme not in SCHEMES:
             near = difflib.get_close_matches(scheme.lower(), [*_USUAL, *sorted(SCHEMES)], 1)
-            hint = f"; did you mean {near[0]}://?" if near else ""
-            raise UsageError(f"{scheme + '://'!a} is no scheme that is known here{hint}")
+            hint = f"did you mean {near[0]}://?" if near else "expected s3://, file:// or a path"
+            raise UsageError(f"{scheme + '://'!a} is not supported; {hint}")
         if scheme in ("s3", "s3a", "gs", "gcs", "http", "https") and not re.match(r"[^/?#\\]", rest):
             what = "host" if scheme.startswith("http") else "bucket"
             raise UsageError(f"a URL names no {what}; expected for example {scheme}://{what}/path.")

@@ -112,7 +112,7 @@ def test_head_shows_the_teachers_best_tokens(cache, run):
         (("ls", "{tmp}/nowhere"), "there is no cache"),
         (("show", "{cache}", "--manifest", "9"), "has no manifest 9"),
         (("head", "{cache}", "--split", "dev"), "its splits: heldout, train"),
-        (("show", "gopher://x"), "gopher:// is not supported"),
+        (("show", "gopher://x"), "'gopher://' is not supported"),
         (("show", "s3:///x"), "names no bucket"),
         (("optimize", "{cache}", "--codec", "zip"), "codec 'zip' is unknown"),
         (("export", "{cache}", "--to", "s3://key:topsecret@b/x"), "a URL is given where a local path"),
