@@ -278,6 +278,13 @@ class RunConfig(_Strict):
     )
     actor_start_timeout_s: float = Field(1800, gt=0, description="give up when no actor is ready by then")
     max_retries: int = Field(3, ge=0, description="failures of a shard after which it is quarantined")
+    max_drop_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="stop after the first shards where more documents than this share cannot be used; those that filters, "
+        "sampling or de-duplication leave out do not count; 1 = go on whatever is lost",
+    )
     allow_partial: bool = Field(False, description="publish although shards are quarantined or missing")
     allow_repeated_content: bool = Field(False, description="publish although equal text is in two splits")
     retry_quarantined: bool = Field(False, description="give quarantined shards another chance")

@@ -11,11 +11,11 @@ import numpy as np
 
 from pipeline.config import CorpusConfig, FiltersConfig
 from pipeline.corpus.conversations import check_text, read_messages, read_tools
-from pipeline.corpus.dropped import Dropped
+from pipeline.corpus.dropped import BY_WISH, Dropped
 from pipeline.corpus.readers import RawDocument
 from teachercache.format.record import is_unicode
 
-__all__ = ["Document", "Dropped", "ascii_json", "choose_split", "extract", "fraction_of"]
+__all__ = ["BY_WISH", "Document", "Dropped", "ascii_json", "choose_split", "extract", "fraction_of"]
 
 
 @dataclass(slots=True)

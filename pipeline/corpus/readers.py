@@ -2,7 +2,8 @@
 
 A range of a line file owns the lines that *start* inside it, so any cut of a file into ranges gives each line once,
 without an index. Ranges of a compressed file are ranges of its text: there are no seek points, so what precedes a
-range is decompressed (0.16 GB/s of text on a busy core) and thrown away. Parquet ranges are rows.
+range is decompressed (0.16 GB/s of text on a busy core) and thrown away. Ranges of a JSON array are bytes too: its items
+have no marks, so what precedes a range is parsed. Parquet ranges are rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import codecs
 import contextlib
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +24,12 @@ from pipeline.errors import InputDamaged
 from teachercache.errors import UsageError
 
 MAX_DOCUMENT_BYTES = 64 << 20
-OPEN_END = 1 << 62  # end of the last range of a compressed file, whose length is not known
+OPEN_END = 1 << 62  # end of the last range of a file whose length of text is not known
+_BETWEEN = re.compile("[ \t\r\n,\ufeff]*")  # items of an array
 PARQUET_BUFFER = 8 << 20  # bytes of a column chunk held at a time
 ZSTD_WINDOW = 1 << 31  # dumps packed with `zstd --long=31` need it; allocated only where a frame asks for it
 
-Unit = Literal["bytes", "rows", "file"]
+Unit = Literal["bytes", "rows", "file", "items"]  # items: of a JSON array
 Compression = Literal["none", "gzip", "zstd"]
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 FORMATS = {
@@ -38,12 +41,12 @@ FORMATS = {
 
 @dataclass(slots=True)
 class RawDocument:
-    """One document of a file, or the reason why it is none. `ordinal`: byte offset of a line, or row number."""
+    """One document of a file, or the reason why it is none. `ordinal`: byte offset of a line or item, or row number."""
 
     ordinal: int
     value: dict[str, Any] | None
     problem: str | None = None
-    end: int = 0  # of a line: the offset behind it
+    end: int = 0  # of a line or item: the offset behind it
     arrow: bool = False  # from Parquet: structs have a null for every key that another row has
 
 
@@ -177,6 +180,69 @@ def _lines(handle: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[in
             yield offset, position, (line if offset else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
 
 
+class _Broken(ValueError):
+    """A JSON array that cannot be read any further."""
+
+
+def _items(handle: IO[bytes], start: int, stop: int) -> Iterator[RawDocument]:
+    """Yield the items of a JSON array that start in [start, stop), bytes from the file's beginning.
+
+    Memory is bounded by the largest item. Arrays that follow one another are read as one. Raises _Broken.
+    """
+    decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+    scan = json.JSONDecoder(strict=False).raw_decode
+    text, place, offset, at_end, inside = "", 0, 0, False, False
+
+    def more() -> None:
+        nonlocal text, place, at_end
+        rest = text[place:]
+        if len(rest) > MAX_DOCUMENT_BYTES:
+            raise _Broken(f"the item at byte {offset} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB")
+        data = handle.read(max(1 << 16, min(len(rest), 1 << 24)))
+        text, place, at_end = rest + decode(data, not data), 0, not data
+
+    def move(to: int) -> None:
+        nonlocal place, offset
+        offset += len(text[place:to].encode("utf-8", "surrogateescape"))
+        place = to
+
+    while True:
+        gap = _BETWEEN.match(text, place)
+        move(gap.end() if gap else place)
+        if place == len(text):
+            if not at_end:
+                more()
+                continue
+            if inside:
+                raise _Broken("it ends inside the array")
+            return
+        if not inside or text[place] == "]":
+            if text[place] != ("]" if inside else "["):
+                raise _Broken(f"byte {offset} is behind the array's end")
+            inside = not inside
+            move(place + 1)
+            continue
+        if offset >= stop:
+            return
+        try:
+            value, end = scan(text, place)
+        except (ValueError, RecursionError) as error:
+            said = getattr(error, "msg", "nested too deeply")
+            cut_off = "Unterminated" in said or getattr(error, "pos", 0) > len(text) - 16
+            if at_end or not cut_off:
+                raise _Broken(f"the item at byte {offset} is no JSON: {said}") from error
+            more()
+            continue
+        if end == len(text) and not at_end and not isinstance(value, (dict, list, str)):
+            more()  # a number may go on
+            continue
+        first = offset
+        move(end)
+        if first >= start:
+            known = isinstance(value, dict)
+            yield RawDocument(first, value if known else None, None if known else "wrong_type", offset)
+
+
 def _parse(offset: int, data: bytes | None, kind: str, text_column: str) -> RawDocument:
     if data is None:
         return RawDocument(offset, None, "oversized")
@@ -221,6 +287,11 @@ def _read(url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, read
                 data = handle.read(MAX_DOCUMENT_BYTES + 1)
                 yield _parse(0, data if len(data) <= MAX_DOCUMENT_BYTES else None, kind, corpus.fields.text_column)
                 return
+            if unit == "items":
+                for document in _items(handle, start, stop):
+                    yield document
+                    last_good, count = document.ordinal, count + 1
+                return
             for offset, end, line in _lines(handle, start, stop if unit == "bytes" else None):
                 if line == b"" and kind == "jsonl":
                     continue
@@ -229,8 +300,8 @@ def _read(url: str, corpus: CorpusConfig, start: int, stop: int, unit: str, read
                 yield document
                 last_good, count = offset, count + 1
     except Exception as error:
-        damaged = isinstance(error, (EOFError, zlib.error)) or type(error).__name__ == "ZstdError"
-        if compression == "none" or not damaged:
+        damaged = isinstance(error, (EOFError, zlib.error, _Broken)) or type(error).__name__ == "ZstdError"
+        if (compression == "none" and not isinstance(error, _Broken)) or not damaged:
             raise
         raise InputDamaged(url, last_good, count, " ".join(str(error).split())) from error
 

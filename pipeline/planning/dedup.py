@@ -33,7 +33,7 @@ def content_hashes(job: JobConfig, shards: Sequence[PlanShard]) -> list[Hashes]:
     starts = [shard.start for shard in shards]
     raws = read_documents(first.input, corpus, first.start, last.stop, first.unit)
     try:
-        for raw in islice(raws, corpus.limit_documents if first.unit == "file" else None):
+        for raw in islice(raws, corpus.limit_documents if first.unit in ("file", "items") else None):
             try:
                 document = extract(raw, corpus, filters, first.input_digest)
             except Dropped:

@@ -21,7 +21,17 @@ from pipeline.planning.dedup import mark_duplicates
 from pipeline.planning.prior_plans import PriorPlans
 from pipeline.planning.ranges import LARGE_WHOLE_FILE, cut, shard_id
 from pipeline.planning.recipe import recipe_digest, recipe_of
-from pipeline.planning.sample import SourceEstimate, check_sample, estimate, shape_of, take_sample, text_units
+from pipeline.planning.sample import (
+    Sample,
+    SourceEstimate,
+    check_sample,
+    check_source,
+    estimate,
+    shape_of,
+    share_warning,
+    take_sample,
+    text_units,
+)
 from teachercache.errors import UsageError
 from teachercache.format.objects import Plan, PlanShard
 from teachercache.format.sealed import utc_now
@@ -38,12 +48,12 @@ class Planned:
 
 def _plan_file(
     job: JobConfig, place: int, recipe: str, encoder: Encoder, prior: PriorPlans, file: InputFile
-) -> tuple[list[PlanShard], SourceEstimate, list[str]]:
-    """Return the shards of a file of the job's corpus at `place`, of this recipe digest, its estimate, and warnings."""
+) -> tuple[list[PlanShard], SourceEstimate, list[str], Sample]:
+    """Return a file's shards, its estimate, warnings and its sample; of the corpus at `place`, of this recipe digest."""
     corpus = job.corpora[place]
     shape = shape_of(file, corpus)
     sample = take_sample(file, shape, corpus, job, encoder)
-    warning = check_sample(file, corpus, sample, whole=sample.units >= shape.total)
+    warning = check_sample(file, corpus, sample, lenient=job.run.max_drop_share >= 1)
     warnings = [warning] if warning else []
     units = text_units(file, shape, corpus, sample)
     found = estimate(file, shape, corpus, sample, units)
@@ -68,7 +78,7 @@ def _plan_file(
         for unit, start, stop in cuts
     ]
     found.shards = len(shards)
-    return shards, found, warnings
+    return shards, found, warnings, sample
 
 
 def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPlans | None = None) -> Planned:
@@ -88,11 +98,12 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPl
         recipe = recipe_digest(job, corpus, encoder.chat_template)
         tree = recipe_of(job, corpus, encoder.chat_template)
         tree.pop("version")
-        files = []
+        files, twice = [], False
         for file in fingerprint_all(expand(job.patterns(corpus), corpus.storage), corpus.storage):
             first = seen.setdefault(f"{file.digest}:{recipe}", file.url)
             if first != file.url:
                 warnings.append(f"{file.url} has the same content as {first}; it is cached once")
+                twice = True
             elif not file.size:
                 warnings.append(f"{file.url} is empty")
             else:
@@ -101,10 +112,15 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPl
 
         total = SourceEstimate(corpus.source)
         with ThreadPoolExecutor(max_workers=8) as pool:
-            for part, found, notes in pool.map(partial(_plan_file, job, place, recipe, encoder, prior), files):
-                shards += part
-                warnings += notes
-                total.add(found)
+            planned = list(pool.map(partial(_plan_file, job, place, recipe, encoder, prior), files))
+        for part, found, notes, _ in planned:
+            shards += part
+            warnings += notes
+            total.add(found)
+        samples = [(file, entry[3]) for file, entry in zip(files, planned, strict=True)]
+        if files or not twice:
+            check_source(corpus, samples, lenient=job.run.max_drop_share >= 1)
+        warnings += share_warning(corpus, samples, job.run.max_drop_share)
         estimates.append(total)
         stored["corpora"].append(corpus.model_dump(mode="json"))
         stored["recipes"].append(tree["recipe"])

@@ -38,11 +38,12 @@ def cut(
         size = run.shard_bytes / shape.bytes_per_unit
     else:
         size = run.shard_tokens / (tokens_per_unit or USUAL_TOKENS_PER_BYTE * shape.bytes_per_unit)
-    if shape.unit == "file" and may_cut_compressed(shape, corpus):
+    if shape.unit == "items" or (shape.unit == "file" and may_cut_compressed(shape, corpus)):
         total = max(1, round(text_units))
-        ranges = list(equal_ranges(total, max(1, int(size), total // MOST_CUTS_OF_COMPRESSED)))
+        most = total if corpus.limit_documents is not None else total // MOST_CUTS_OF_COMPRESSED
+        ranges = list(equal_ranges(total, max(1, int(size), most)))
         ranges[-1] = (ranges[-1][0], OPEN_END)  # the length of the text is an estimate
-        return [("bytes", start, stop) for start, stop in ranges]
+        return [("items" if shape.unit == "items" else "bytes", start, stop) for start, stop in ranges]
     if shape.unit == "file":
         return [("file", 0, shape.total)] if shape.total else []
     return [(shape.unit, start, stop) for start, stop in equal_ranges(shape.total, max(1, int(size)))]

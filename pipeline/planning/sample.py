@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import CorpusConfig, JobConfig
-from pipeline.corpus.documents import Document, Dropped, extract
+from pipeline.corpus.documents import BY_WISH, Document, Dropped, extract
 from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
 from pipeline.corpus.inputs import InputFile, open_binary, store_errors
 from pipeline.corpus.readers import (
+    OPEN_END,
     Unit,
     decompressor,
     file_format,
@@ -18,6 +20,7 @@ from pipeline.corpus.readers import (
     unit_of,
     wanted_columns,
 )
+from pipeline.corpus.sniff import head_of, is_json_array, what_it_is
 from teachercache.errors import StoreUnavailable, UsageError
 
 SAMPLE_BYTES = 32 << 10
@@ -51,6 +54,19 @@ class Sample:
     units: int = 0
     drops: Counter[str] = field(default_factory=Counter)
     fields: set[str] = field(default_factory=set)  # names that documents without a wanted field do have
+    details: dict[str, str] = field(default_factory=dict)  # of the first drop of each reason
+    whole: bool = False  # the sample is the file
+    identity: str | None = None  # what a file is that cannot be read, by its first bytes
+
+    @property
+    def failures(self) -> int:
+        """Return how many documents were dropped although the job did not ask for it."""
+        return sum(count for reason, count in self.drops.items() if reason not in BY_WISH)
+
+    def drop(self, drop: Dropped) -> None:
+        """Count a document that is left out."""
+        self.drops[drop.reason] += 1
+        self.details.setdefault(drop.reason, drop.detail)
 
     @property
     def tokens_per_unit(self) -> float:
@@ -82,12 +98,16 @@ def shape_of(file: InputFile, corpus: CorpusConfig) -> InputShape:
     """Return a file's shape. Raises UsageError for a Parquet file that is unreadable or lacks a wanted column."""
     unit = unit_of(file.url, corpus)
     kind, compression = file_format(file.url, corpus)
+    if kind == "jsonl" and is_json_array(head_of(file.url, corpus, compression)[1]):
+        return InputShape("json", compression, "items", file.size)
     if unit != "rows":
         return InputShape(kind, compression, unit, file.size)
     try:
         rows, plain, columns = parquet_shape(file.url, corpus.storage)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file.url}: not a readable Parquet file: {str(error).splitlines()[0]}") from error
+        found = what_it_is(*head_of(file.url, corpus, "none"), kind, "none")
+        said = f"it is {found}" if found else str(error).splitlines()[0]
+        raise UsageError(f"{file.url}: not a readable Parquet file: {said}") from error
     missing = [c for c in wanted_columns(corpus) if c not in columns]
     if missing:
         raise UsageError(f"{file.url}: expected columns {missing}, found {columns}; check `fields` and `meta`")
@@ -102,25 +122,28 @@ def take_sample(file: InputFile, shape: InputShape, corpus: CorpusConfig, job: J
     whole = [len(document.text) for document in documents]
     for document in documents:
         document.text = document.text[: 4 * SAMPLE_BYTES]
-    longest = 1
+    longest, generates = 1, job.recipe.mode == "generate"
     for document, tokens, chars in zip(documents, encoder.tokens(documents), whole, strict=True):
         scale = chars / len(document.text) if document.text else 1.0
         try:
             if isinstance(tokens, Dropped):
                 raise tokens
+            windows = [] if generates else list(encoder.windows(document, tokens))
             sample.documents += 1
             longest = max(longest, round(len(document.text.encode()) * scale))
-            if job.recipe.mode == "generate":  # what the teacher will write is not known; it is counted at its longest
+            if generates:  # what the teacher will write is not known; it is counted at its longest
                 most = job.recipe.generate.max_tokens
                 count = min(len(tokens.ids) + int(tokens.bos) + most, job.window_size)
                 sample.tokens += count
                 sample.rows += most if job.recipe.chat.rows == "masked" else count
                 continue
-            for window in encoder.windows(document, tokens):
+            for window in windows:
                 sample.tokens += round(len(window.input_ids) * scale)
                 sample.rows += round(len(window.row_pos) * scale)
         except Dropped as drop:
-            sample.drops[drop.reason] += 1
+            sample.drop(drop)
+    if not sample.documents and sample.failures:
+        sample.identity = what_it_is(*head_of(file.url, corpus, shape.compression), shape.kind, shape.compression)
     if shape.unit == "rows":
         sample.units = max(min(shape.total, SAMPLE_ROWS), 1)
     else:
@@ -135,36 +158,54 @@ def _read(
     """Return the sampled documents and the end of the last one; count in `sample` what is dropped."""
     documents, last = [], 0
     limit = min(shape.total, SAMPLE_ROWS) if shape.unit == "rows" else SAMPLE_BYTES
+    stop = OPEN_END if shape.unit == "items" else limit
     try:
-        for raw in read_documents(file.url, corpus, 0, limit, shape.unit, SAMPLE_READ_AHEAD):
-            if shape.unit == "file" and raw.ordinal > limit:
+        for raw in read_documents(file.url, corpus, 0, stop, shape.unit, SAMPLE_READ_AHEAD):
+            if shape.unit in ("file", "items") and raw.ordinal > limit:
                 break
             last = raw.end
             try:
                 documents.append(extract(raw, corpus, job.recipe.filters, file.digest))
             except Dropped as drop:
-                sample.drops[drop.reason] += 1
+                sample.drop(drop)
                 if drop.reason == MISSING_FIELD:
                     sample.fields.update(raw.value or {})
+        else:
+            sample.whole = limit >= shape.total if shape.unit in ("rows", "bytes") else True
     except (StoreUnavailable, UsageError):
         raise
     except Exception as error:  # damaged input is reported by its shard, with the file and the last good document
-        sample.drops[f"unreadable ({type(error).__name__})"] += 1
+        sample.drop(Dropped(f"unreadable ({type(error).__name__})", " ".join(str(error).split())[:300]))
     return documents, last
 
 
-def check_sample(file: InputFile, corpus: CorpusConfig, sample: Sample, *, whole: bool) -> str | None:
-    """Return a warning where nothing of a sample can be used. Raises UsageError where the job file must be wrong."""
-    lost = Counter({k: n for k, n in sample.drops.items() if k != "sampled_out"})
-    if sample.documents or not lost:
+USUAL_NAMES = {
+    "messages": ("messages", "conversations", "conversation", "chat", "dialog"),
+    "text": ("text", "content", "raw_content", "body", "document"),
+    "input_ids": ("input_ids", "token_ids", "tokens"),
+    "prompt": ("prompt", "question", "instruction"),
+}
+
+
+def check_sample(file: InputFile, corpus: CorpusConfig, sample: Sample, *, lenient: bool) -> str | None:
+    """Return a warning where nothing of a sample can be used. Raises UsageError where job file or input must be wrong.
+
+    lenient: the job allows any share of drops, so only what no document of the sample can be right about is refused.
+    """
+    if sample.documents or not sample.failures:
         return None
-    enough = whole or lost.total() >= ENOUGH_TO_JUDGE
+    if sample.identity and not lenient:
+        raise UsageError(f"{file.url} gives no document: it is {sample.identity}")
+    lost = Counter({k: n for k, n in sample.drops.items() if k not in BY_WISH})
+    enough = sample.whole or lost.total() >= ENOUGH_TO_JUDGE
     if lost.keys() == {MISSING_FIELD} and enough:
         named = corpus.fields.model_dump(exclude_none=True) or {"text": corpus.fields.text_column}
         missing = {key: name for key, name in named.items() if name not in sample.fields}
+        usual = ((key, name) for key, names in USUAL_NAMES.items() for name in names if name in sample.fields)
+        hint = next((f", for example `fields: {{{key}: {name}}}`" for key, name in usual), "")
         raise UsageError(
             f"{file.url}: all {lost.total()} documents of a sample lack a field that source {corpus.source!r} names: "
-            f"expected {missing or named}, found {sorted(sample.fields)}; correct `fields`"
+            f"expected {missing or named}, found {sorted(sample.fields)}; correct `fields`{hint}"
         )
     if lost.keys() == {ENDS_WITH_ASSISTANT} and enough:
         raise UsageError(
@@ -172,12 +213,61 @@ def check_sample(file: InputFile, corpus: CorpusConfig, sample: Sample, *, whole
             f"sample of source {corpus.source!r} end with the assistant's answer; leave that turn out, or score it as "
             "it is with recipe.mode=score"
         )
-    return f"{file.url}: nothing of the sample can be used: {', '.join(f'{k} {n}' for k, n in lost.items())}"
+    return f"{file.url}: nothing of the sample can be used: {reasons(sample)}"
+
+
+def reasons(sample: Sample) -> str:
+    """Return why documents were dropped, with counts and what is known of the first of each reason."""
+    return ", ".join(
+        f"{reason} {count}" + (f" (first: {sample.details[reason]})" if sample.details.get(reason) else "")
+        for reason, count in sample.drops.most_common(4)
+    )
+
+
+def check_source(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, Sample]], *, lenient: bool) -> None:
+    """Raise UsageError for a source that gives no document, as far as its samples show it; see check_sample.
+
+    Where samples are not whole files, that takes ENOUGH_TO_JUDGE documents that are not left out on purpose.
+    """
+    if any(sample.documents for _, sample in samples):
+        return
+    whole = all(sample.whole for _, sample in samples)
+    failures = sum(sample.failures for _, sample in samples)
+    if not whole and (lenient or failures < ENOUGH_TO_JUDGE):
+        return
+    total = Sample()
+    for _, sample in samples:
+        total.drops.update(sample.drops)
+        total.details = sample.details | total.details
+    first = next((file for file, sample in samples if sample.drops), samples[0][0]).url if samples else ""
+    identity = next((sample.identity for _, sample in samples if sample.identity), None)
+    lost = total.drops.total()
+    what = "none of its" if whole else "of a sample none of"
+    said = f"{what} {lost} documents can be used: {reasons(total)}" if lost else "its files hold no document"
+    hint = (
+        f"; it is {identity}" if identity else "" if failures else "; the job's filters leave them out" if lost else ""
+    )
+    raise UsageError(f"source {corpus.source!r} gives no document ({first}): {said}{hint}")
+
+
+def share_warning(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, Sample]], most: float) -> list[str]:
+    """Return a warning where more than the share `most` of a source's sampled documents cannot be used."""
+    failures: Counter[str] = Counter()
+    for _, sample in samples:
+        failures.update({r: n for r, n in sample.drops.items() if r not in BY_WISH})
+    lost, seen = failures.total(), failures.total() + sum(sample.documents for _, sample in samples)
+    if not lost or lost <= most * seen:
+        return []
+    said = ", ".join(f"{reason} {count}" for reason, count in failures.most_common(4))
+    return [
+        f"source {corpus.source!r}: {lost} of {seen} documents of a sample cannot be used ({said}); a run stops at "
+        f"more than {most:.0%} (run.max_drop_share)"
+    ]
 
 
 def text_units(file: InputFile, shape: InputShape, corpus: CorpusConfig, sample: Sample) -> float:
     """Return the estimated length of what is read of a file: bytes of text, or rows."""
-    if shape.unit != "file":
+    if shape.unit not in ("file", "items"):
         return shape.total
     units = shape.total * _inflation(file, shape.compression, corpus)
     if corpus.limit_documents is None or not sample.units:

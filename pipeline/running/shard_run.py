@@ -162,7 +162,10 @@ class ShardRun:
         duplicates = set(shard.duplicates)
         seen: set[bytes] = set()
         raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit)
-        if corpus.limit_documents is not None and shard.unit == "file":  # Parquet ranges end at the limit already
+        if corpus.limit_documents is not None and shard.unit in (
+            "file",
+            "items",
+        ):  # Parquet ranges end at the limit already
             raws = islice(raws, corpus.limit_documents)
         try:
             for raw in raws:

@@ -77,7 +77,7 @@ class PlanShard(Strict):
     input_digest: str
     start: Count = 0
     stop: Count = 0
-    unit: Literal["bytes", "rows", "file"] = "file"
+    unit: Literal["bytes", "rows", "file", "items"] = "file"
     estimated_tokens: Count = 0
     duplicates: list[Count] = Field(
         default_factory=list, description="documents left out because the job has them elsewhere, by ordinal"
