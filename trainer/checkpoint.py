@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -24,15 +25,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from teachercache import console
-from teachercache.errors import MissingObject, TeacherCacheError, UsageError
+from teachercache.errors import MissingObject, TeacherCacheError, UnsafeManifest, UsageError
+from teachercache.format.layout import FILE_NAME, check_name
 from teachercache.store.failures import retry_while_unavailable
 from teachercache.store.store import ObjectInfo, Store
 
 INDEX = "checkpoints.json"
 FINAL = "final"
+STEP_FOLDER = re.compile(r"step-[0-9]{1,20}(-[0-9a-f]{1,32})?")
 STORE_PATIENCE_S = 600.0
 """How long a run waits for an object store that does not answer before it gives up."""
 T = TypeVar("T")
@@ -51,14 +54,14 @@ class CheckpointEntry(BaseModel):
     """One checkpoint of a run; `files` are sizes in bytes, with which a download is compared."""
 
     model_config = ConfigDict(frozen=True)
-    step: int
+    step: int = Field(ge=0)
     folder: str
     files: dict[str, int]
     heldout_kl: float | None = None
 
 
 class CheckpointIndex(BaseModel):
-    """The contents of checkpoints.json, oldest first."""
+    """The contents of checkpoints.json, by step."""
 
     checkpoints: list[CheckpointEntry] = []
     finished: bool = False
@@ -87,12 +90,30 @@ class CheckpointFolder:
         self.local = Path(self.store.root) if self.store.is_local else None
 
     def index(self) -> CheckpointIndex:
-        """Return what counts; empty when there is nothing yet. Raises TeacherCacheError when the file is damaged."""
+        """Return what counts, by step; empty when there is nothing yet.
+
+        Raises TeacherCacheError when the file is damaged, and UnsafeManifest when it names what is no checkpoint of
+        this run: folders of this index are read and removed, so this is where each of its names is judged.
+        """
         text = self.get_text(INDEX)
         try:
-            return CheckpointIndex.model_validate_json(text) if text else CheckpointIndex()
+            index = CheckpointIndex.model_validate_json(text) if text else CheckpointIndex()
         except ValueError as error:
             raise TeacherCacheError(f"{self.url}/{INDEX} is damaged: remove it to start anew, or restore it") from error
+        for column in ([entry.step for entry in index.checkpoints], [entry.folder for entry in index.checkpoints]):
+            if len(set(column)) < len(column):
+                raise TeacherCacheError(
+                    f"{self.url}/{INDEX} is damaged: it has {max(column, key=column.count)} twice; restore it"
+                )
+        for entry in index.checkpoints:
+            if STEP_FOLDER.fullmatch(entry.folder) is None:
+                raise UnsafeManifest(
+                    f"{self.url}/{INDEX} names {ascii(entry.folder)[:120]}, which is no checkpoint of this run (step-NUMBER): "
+                    "nothing was written or removed; restore the file, or do not trust it"
+                )
+            for name in entry.files:
+                check_name(name, f"{self.url}/{INDEX}")
+        return index.model_copy(update={"checkpoints": sorted(index.checkpoints, key=lambda entry: entry.step)})
 
     def save(self, step: int, write: Callable[[Path], None], *, heldout_kl: float | None, keep_last: int) -> None:
         """Let `write` fill an empty local folder, store it as the newest checkpoint, and drop the ones not kept.
@@ -107,7 +128,8 @@ class CheckpointFolder:
             files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
             folder = f"step-{step:08d}" if self.local else f"step-{step:08d}-{uuid.uuid4().hex[:8]}"
             self._store(staging, folder)
-        index.checkpoints.append(CheckpointEntry(step=step, folder=folder, files=files, heldout_kl=heldout_kl))
+        entry = CheckpointEntry(step=step, folder=folder, files=files, heldout_kl=heldout_kl)
+        index = CheckpointIndex(checkpoints=sorted([*index.checkpoints, entry], key=lambda entry: entry.step))
         kept = index.checkpoints[-keep_last:]
         if index.best is not None and index.best not in kept:
             kept = [index.best, *kept]
@@ -148,7 +170,10 @@ class CheckpointFolder:
         return target
 
     def fetch_model(self, folder: str = "") -> Path:
-        """Return a local folder with the files of a model folder of this output, or of the URL itself."""
+        """Return a local folder with the files of a model folder of this output, or of the URL itself.
+
+        Of a remote one only plain file names are downloaded: a key such as `step-1/..` makes no path here.
+        """
         if self.local:
             return self.local / folder
         target = Path(tempfile.mkdtemp(prefix="checkpoint-"))
@@ -160,7 +185,7 @@ class CheckpointFolder:
                 self.store.download(info.path, info.size, out)
 
         for info in self._patiently(partial(self.store.list, prefix), "listing"):
-            if "/" not in info.path.removeprefix(prefix):
+            if FILE_NAME.fullmatch(info.path.removeprefix(prefix)):
                 self._patiently(partial(copy, info), "reading")
         return target
 

@@ -40,12 +40,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 
 
 @app.command()
-def fit(config_file: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
+def fit(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Continue a run whose machine is gone, after two minutes of silence.")
+    ] = False,
+) -> None:
     """Train, or continue: the same command resumes exactly from the newest checkpoint of `output`.
 
     Example: teachercache fit train.yaml cache=s3://bucket/cache student=build/student output=build/run
     """
-    config = load_config(config_file, overrides or [])
+    config = load_config(config_file, [*(overrides or []), *(["take_over=true"] if take_over else [])])
     _quiet()
     from trainer.fit import fit as run_fit
 

@@ -198,6 +198,10 @@ class TrainerConfig(Section):
     manifest: int | None = Field(None, description="Pin one manifest by number; default: the newest at first start.")
     student: str = Field(description="A Hugging Face folder or an output of this trainer, local or s3://…")
     output: str | None = Field(None, description="Checkpoints and logs: a folder or s3://…; `fit` requires it.")
+    take_over: bool = Field(
+        False,
+        description="Continue a run whose machine is gone; refused while its heartbeat is younger than two minutes.",
+    )
     teacher: str | None = Field(
         None, description="A live teacher, for full-vocabulary KL in `eval` and for loss.method=online."
     )

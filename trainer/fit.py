@@ -17,12 +17,13 @@ from teachercache.console import say, stop_on_signals
 from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.read.cache import made_up_message
 from trainer import resume, setup
-from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder
+from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder, wait_for_store
 from trainer.config import TrainerConfig
 from trainer.data.dataset import PackedCache
 from trainer.data.prefetch import Interrupted, Prefetcher
 from trainer.data.sequence import PackedSequence
 from trainer.evaluate import evaluate, heldout_sequences
+from trainer.lease import Lease
 from trainer.metrics import Meter, MetricsLog, Screen
 from trainer.model import student
 from trainer.optim import accumulate_in_float32, build_optimizer, lr_factor
@@ -47,6 +48,8 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         raise UsageError("fit needs output=FOLDER (or s3://…) for checkpoints and logs")
     compute = setup.choose_compute(config.train)
     folder = CheckpointFolder(config.output)
+    lease = Lease(folder.store, take_over=config.take_over)
+    wait_for_store(lease.peek, f"opening {config.output}")
     saved = resume.newest(folder)
     cache = setup.open_cache(config.cache, saved.state["manifest_number"] if saved else config.manifest)
     source = saved.folder if saved else resolve_model_folder(config.student)
@@ -59,10 +62,17 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
             return summary
     resume.check_names(config, cache)
     setup.configure_torch(config.train)
-    folder.sweep()
-    run = _Run(config, cache, folder, source, saved, compute)
-    discard(source)  # everything of it is loaded; of a large student it is tens of GB
-    return run.train()
+    lease.acquire()
+    try:
+        latest = folder.index().latest
+        if (latest.step if latest else None) != (saved.state["step"] if saved else None):
+            raise UsageError(f"another run saved to {config.output} just now: run the same command again")
+        folder.sweep()
+        run = _Run(config, cache, folder, source, saved, compute, lease)
+        discard(source)  # everything of it is loaded; of a large student it is tens of GB
+        return run.train()
+    finally:
+        lease.release()
 
 
 class _Run:
@@ -76,8 +86,9 @@ class _Run:
         source: Path,
         saved: resume.Saved | None,
         compute: setup.Compute,
+        lease: Lease,
     ) -> None:
-        self.config, self.cache, self.folder, self.compute = config, cache, folder, compute
+        self.config, self.cache, self.folder, self.compute, self.lease = config, cache, folder, compute, lease
         torch.manual_seed(config.seed)
         self.model = setup.load_for_training(config, source, compute, resumed=saved is not None)
         optimizer = build_optimizer(self.model, config.optim)
@@ -118,7 +129,7 @@ class _Run:
             for line in opening:
                 screen.say(line)
             meter = Meter(self.model, self.compute.device)
-            while not progress.done and not stop.is_set():
+            while not progress.done and not stop.is_set() and not self.lease.lost:
                 waited = time.perf_counter()
                 sequences = self._next_batch(prefetcher)
                 if not sequences:
@@ -138,17 +149,26 @@ class _Run:
                 if _due(config.eval.every_steps, progress.step):
                     self._evaluate(log, screen, stop)
                 if _due(config.checkpoint.every_steps, progress.step):
-                    log.sync()
-                    self.checkpoints.save()
-            if config.eval.every_steps and not stop.is_set() and self.checkpoints.heldout_kl() is None:
+                    self._save(log)
+            if (
+                config.eval.every_steps
+                and not stop.is_set()
+                and not self.lease.lost
+                and self.checkpoints.heldout_kl() is None
+            ):
                 self._evaluate(log, screen, stop)
-            log.sync()
-            self.checkpoints.save()
+            self._save(log)
             if stop.is_set():
                 raise Stopped(
                     f"stopped by a signal: saved step {progress.step} in {self.folder.url}; the same command continues"
                 )
             return self.checkpoints.finish()
+
+    def _save(self, log: MetricsLog) -> None:
+        """Write log and checkpoint, unless another run has taken the output over: then LeaseLost."""
+        wait_for_store(self.lease.check, f"asking {self.folder.url}")
+        log.sync()
+        self.checkpoints.save()
 
     def _next_batch(self, prefetcher: Prefetcher) -> list[PackedSequence]:
         """Return the micro-batches of a step: fewer at the end of the data, none after it or once a signal came."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.errors import TeacherCacheError, UnsafeManifest, UsageError
 from teachercache.store.store import Store
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointFolder, resolve_model_folder
@@ -96,3 +97,86 @@ def test_a_run_on_an_object_store_is_saved_fetched_and_swept(tmp_path: Path, any
     assert folder.index().finished
     assert [path.name for path in resolve_model_folder(folder.url).iterdir()] == ["config.json"]
     assert folder.get_text("nothing") == ""
+
+
+def planted(run: CheckpointFolder, *entries: dict[str, Any], finished: bool = False) -> None:
+    """A checkpoints.json that somebody else wrote."""
+    checkpoints = [{"step": i, "files": {}, "heldout_kl": None, **entry} for i, entry in enumerate(entries, start=1)]
+    run.put("checkpoints.json", json.dumps({"checkpoints": checkpoints, "finished": finished}).encode())
+
+
+@pytest.mark.parametrize("name", ["{victim}/x", "../{folder}/x"])
+def test_a_file_name_of_a_checkpoint_that_is_no_plain_name_writes_nothing(
+    tmp_path: Path, s3_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to a bucket of students must not get files onto the machine that evaluates one."""
+    downloads = tmp_path / "tmp"
+    downloads.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(downloads))
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    name = name.format(victim=victim, folder=victim.name)
+    run = CheckpointFolder(f"{s3_url}/evil/run")
+    planted(run, {"folder": "step-00000001", "files": {"config.json": 2, name: 5}})
+    run.put("step-00000001/config.json", b"{}")
+    key = f"{run.store.root}/step-00000001/{name}"
+    run.store.fs.call_s3("put_object", Bucket=key.split("/")[0], Key=key.split("/", 1)[1], Body=b"owned")
+    with pytest.raises(UnsafeManifest, match=r"checkpoints\.json") as caught:
+        resolve_model_folder(run.url)
+    assert caught.value.exit_code == 2
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["/x", "..", "", "a/b", "x\n", "x\x00", ".bashrc", "ⅹ"])
+def test_checkpoints_name_plain_files_alone(tmp_path: Path, name: str) -> None:
+    run = CheckpointFolder(str(tmp_path / "run"))
+    planted(run, {"folder": "step-00000001", "files": {name: 5}})
+    with pytest.raises(UnsafeManifest, match=r"checkpoints\.json"):
+        run.index()
+
+
+def test_a_model_folder_of_a_store_is_downloaded_without_strange_names(
+    tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads = tmp_path / "tmp"
+    downloads.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(downloads))
+    run = CheckpointFolder(f"{s3_url}/students/one")
+    run.put("config.json", b"{}")
+    for key in ("..", "../x", "/etc/x", "._config.json"):
+        full = f"{run.store.root}/{key}"
+        run.store.fs.call_s3("put_object", Bucket=full.split("/")[0], Key=full.split("/", 1)[1], Body=b"owned")
+    folder = resolve_model_folder(run.url)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [folder / "config.json"]
+
+
+@pytest.mark.parametrize(
+    "folder", ["{victim}", "../victim", "", ".", "..", "final", "step-1/../../victim", "step-١", "tensorboard"]
+)
+def test_a_folder_that_is_no_checkpoint_of_the_run_is_never_removed(tmp_path: Path, folder: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("kept")
+    run = CheckpointFolder(str(tmp_path / "run"))
+    options: dict[str, Any] = {"heldout_kl": None, "keep_last": 1}
+    run.save(2, lambda path: (path / "x").write_text("x"), **options)
+    planted(run, {"folder": folder.format(victim=victim)}, {"folder": "step-00000002", "files": {"x": 1}})
+    before = sorted(tmp_path.rglob("*"))
+    for use in (lambda: run.save(3, lambda path: None, **options), run.sweep, run.index):
+        with pytest.raises(TeacherCacheError, match=r"checkpoints\.json names .*, which is no checkpoint of this run"):
+            use()
+    with pytest.raises(TeacherCacheError, match="no checkpoint of this run"):
+        resolve_model_folder(run.url)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_stands_twice_is_damage_and_checkpoints_go_by_step(tmp_path: Path) -> None:
+    run = CheckpointFolder(str(tmp_path / "run"))
+    planted(run, {"folder": "step-00000001"}, {"folder": "step-00000001"})
+    with pytest.raises(TeacherCacheError, match="step-00000001 twice"):
+        run.index()
+    planted(run, {"folder": "step-00000009", "step": 9}, {"folder": "step-00000004", "step": 4})
+    assert [entry.step for entry in run.index().checkpoints] == [4, 9]
+    run.save(6, lambda path: (path / "x").write_text("x"), heldout_kl=None, keep_last=2)
+    assert [entry.step for entry in run.index().checkpoints] == [6, 9]
