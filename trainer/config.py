@@ -33,8 +33,10 @@ class DataConfig(Section):
     batch_tokens: int | None = Field(
         None, description="Tokens of one optimiser step, a multiple of seq_len; the default is one sequence."
     )
-    long_documents: Literal["truncate", "drop", "refuse"] = Field(
-        "truncate", description="A record longer than seq_len: keep its head, leave it out (both are counted), or stop."
+    long_documents: Literal["split", "truncate", "drop", "refuse"] = Field(
+        "split",
+        description="A record longer than seq_len: train on all of it in pieces, keep its head, leave it out (all are counted), "
+        "or stop.",
     )
     top_k: int | None = Field(None, ge=1, description="Use only the first K' entries; the rest moves into the tail.")
     weights: dict[str, float] = Field(

@@ -20,6 +20,7 @@ from trainer import resume, setup
 from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder, wait_for_store
 from trainer.config import TrainerConfig
 from trainer.data.dataset import PackedCache
+from trainer.data.lengths import describe_lengths
 from trainer.data.prefetch import Interrupted, Prefetcher
 from trainer.data.sequence import PackedSequence
 from trainer.evaluate import evaluate, heldout_sequences
@@ -56,10 +57,11 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
     student.check_fits(source, cache)
     if saved:
         resume.check_resumable(saved.state, config, cache)
-        if folder.index().finished and resume.ends_alike(saved.state, config.train):
-            say(f"{config.output} is finished: step {saved.state['step']}; for another run choose another output")
-            summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
-            return summary
+    models = resume.begun_from(config, source, saved)
+    if saved and folder.index().finished and resume.ends_alike(saved.state, config.train):
+        say(f"{config.output} is finished: step {saved.state['step']:,}; for another run choose another output")
+        summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
+        return summary
     resume.check_names(config, cache)
     setup.configure_torch(config.train)
     lease.acquire()
@@ -68,7 +70,7 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         if (latest.step if latest else None) != (saved.state["step"] if saved else None):
             raise UsageError(f"another run saved to {config.output} just now: run the same command again")
         folder.sweep()
-        run = _Run(config, cache, folder, source, saved, compute, lease)
+        run = _Run(config, cache, folder, source, saved, compute, lease, models)
         discard(source)  # everything of it is loaded; of a large student it is tens of GB
         return run.train()
     finally:
@@ -87,6 +89,7 @@ class _Run:
         saved: resume.Saved | None,
         compute: setup.Compute,
         lease: Lease,
+        models: dict[str, dict[str, str]],
     ) -> None:
         self.config, self.cache, self.folder, self.compute, self.lease = config, cache, folder, compute, lease
         torch.manual_seed(config.seed)
@@ -113,7 +116,8 @@ class _Run:
             state=progress.data or None,
         )
         progress.data = self.dataset.state()
-        self.checkpoints = resume.Checkpointer(folder, source, self.model, optimizer, progress, cache, config)
+        self.checkpoints = resume.Checkpointer(folder, source, self.model, optimizer, progress, cache, config, models)
+        self.changed = resume.changed_settings(saved.state, config) if saved else ""
         if saved:
             self.checkpoints.restore(saved.folder)
 
@@ -212,6 +216,10 @@ class _Run:
             f"{self.compute.device}, manifest {self.cache.manifest.number} of {self.cache.url}, "
             f"{self.progress.total_tokens:,} tokens in split {self.config.split}, attention {self.compute.attention}"
         ]
+        data = (self.cache, self.config.split, self.config.data.seq_len, self.config.data.long_documents)
+        lines.append(wait_for_store(lambda: describe_lengths(*data), "reading the cache"))
+        if self.changed:
+            lines.append(self.changed)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and positions < self.config.data.seq_len:
             lines.append(

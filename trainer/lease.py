@@ -13,7 +13,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import uuid
 from contextlib import suppress
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from teachercache.console import note
 from teachercache.errors import Exists, MissingObject, StoreUnsafe, TeacherCacheError, UsageError
 from teachercache.store.store import ObjectInfo, Store
 
@@ -99,11 +99,11 @@ class Lease:
             self._check_free(self._newest())
             raise UsageError(f"{self._store.url}: another run began here just now; choose another output") from None
         except StoreUnsafe as error:
-            print(f"note: two runs into this output would not notice each other: {error}", file=sys.stderr)
+            note(f"two runs into this output would not notice each other: {error}", "note")
             return
         self._number = number
         if found.number and not found.holder.released:
-            print(f"note: took over from {self._described(found)}", file=sys.stderr)
+            note(f"took over from {self._described(found)}", "note")
         self._remove_older()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
@@ -175,7 +175,7 @@ class Lease:
 
     def _described(self, found: _Found) -> str:
         holder = found.holder
-        return f"a run on {_plain(holder.host)} (process {holder.pid}, started {_plain(holder.started)})"
+        return f"a run on {holder.host[:100]} (process {holder.pid}, started {holder.started[:40]})"
 
     def _replace(self, holder: Holder) -> None:
         assert self._number is not None
@@ -198,11 +198,6 @@ class Lease:
             if match and self._number is not None and int(match[1]) < self._number:
                 with suppress(TeacherCacheError):  # a right that a writer need not have
                     self._store.delete(item.path)
-
-
-def _plain(text: str) -> str:
-    """Return another process's text for a terminal."""
-    return ascii(text)[1:-1][:100]
 
 
 def _path(number: int) -> str:

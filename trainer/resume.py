@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 
-from teachercache import Cache
+from teachercache import Cache, fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.console import note
-from teachercache.errors import UsageError
-from trainer.checkpoint import FINAL, CheckpointFolder
+from teachercache.errors import TeacherCacheError, UsageError
+from trainer.checkpoint import FINAL, CheckpointFolder, discard, resolve_model_folder
 from trainer.config import TrainConfig, TrainerConfig
 from trainer.data.dataset import PackedCache
 from trainer.model import Model, lora, student
@@ -24,6 +27,8 @@ STEPS_BEFORE_SPIKES = 20
 PROGRESS = ("step", "rows", "tokens", "mean_loss", "data")
 """What a checkpoint holds of the progress."""
 MUST_MATCH = ("split", "seed", "loss", "lora")
+NOT_A_CHANGE = ("output", "take_over", "student", "teacher")
+"""Top-level keys that do not change what is computed; models are compared by what they hold."""
 
 
 class Saved(NamedTuple):
@@ -33,13 +38,44 @@ class Saved(NamedTuple):
     state: dict[str, Any]
 
 
+class _State(BaseModel):
+    """What trainer_state.json must hold, whoever wrote it; more is allowed."""
+
+    step: int = Field(ge=0)
+    rows: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    mean_loss: float | None
+    data: dict[str, Any]
+    manifest_number: int
+    spec_digest: str
+    config: dict[str, Any]
+    models: dict[str, dict[str, str]] = {}
+
+
 def newest(run: CheckpointFolder) -> Saved | None:
-    """Return a run's newest checkpoint, downloaded where it is remote, or None before the first."""
+    """Return a run's newest checkpoint, downloaded where it is remote, or None before the first.
+
+    Raises TeacherCacheError where its state is damaged.
+    """
     latest = run.index().latest
     if latest is None:
         return None
     folder = run.fetch(latest)
-    return Saved(folder, json.loads((folder / STATE).read_text(encoding="utf-8")))
+    try:
+        state = _State.model_validate(json.loads((folder / STATE).read_bytes())).model_dump()
+        if state["step"] != latest.step:
+            raise ValueError(f"step {state['step']} instead of {latest.step}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(f"{run.url}/{latest.folder}/{STATE}", error) from error
+    return Saved(folder, state)
+
+
+def _damaged(name: str, error: Exception) -> TeacherCacheError:
+    said = f"{len(error.errors())} wrong fields" if isinstance(error, ValidationError) else " ".join(str(error).split())
+    return TeacherCacheError(
+        f"{name} is damaged ({type(error).__name__}: {ascii(said)[1:-1][:120]}): restore it, or remove this checkpoint from "
+        "checkpoints.json to use an older one"
+    )
 
 
 @dataclass
@@ -94,6 +130,7 @@ class Checkpointer:
     """Write a run's checkpoints and its final model; restore what a checkpoint holds next to the weights.
 
     source  the folder that the model came from: its tokenizer goes along
+    models  what the run began from, as `begun_from` returned it
     """
 
     def __init__(
@@ -105,22 +142,53 @@ class Checkpointer:
         progress: Progress,
         cache: Cache,
         config: TrainerConfig,
+        models: dict[str, dict[str, str]],
     ) -> None:
         self.folder, self.model, self.optimizer, self.progress = folder, model, optimizer, progress
         self._tokenizer, self._adapters = student.tokenizer_files(source), config.lora is not None
         self._keep_last = config.checkpoint.keep_last
         identity = {"manifest_number": cache.manifest.number, "spec_digest": cache.spec.digest}
-        self._run = {**identity, "config": config.model_dump(mode="json")}
+        self._run = {**identity, "models": models, "config": config.model_dump(mode="json")}
         self.evaluated: tuple[int, float] | None = None
         """Step and held-out KL of the last evaluation in this process."""
 
     def restore(self, source: Path) -> None:
-        """Load the optimiser's and the random generators' state of a checkpoint."""
-        state = torch.load(source / OPTIMIZER, map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        """Load the optimiser's and the random generators' state of a checkpoint.
+
+        What the configuration says of the optimiser (betas, eps, weight decay) holds, not what the checkpoint says.
+        Raises TeacherCacheError where the file is damaged or holds more than tensors and numbers.
+        """
+        settings = [
+            {key: group[key] for key in ("betas", "eps", "weight_decay")} for group in self.optimizer.param_groups
+        ]
+        try:
+            with zipfile.ZipFile(source / OPTIMIZER) as archive:
+                if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
+                    raise ValueError("a compressed entry")  # torch.save compresses nothing, and a bomb needs it
+            state = torch.load(source / OPTIMIZER, map_location="cpu", weights_only=True)
+            self._check_shapes(state["optimizer"]["state"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None and torch.cuda.is_initialized():
+                torch.cuda.set_rng_state(state["cuda_rng"])
+        except torch.OutOfMemoryError:
+            raise
+        except pickle.UnpicklingError as error:  # its message recommends weights_only=False: not repeated
+            raise _damaged(
+                str(source / OPTIMIZER), ValueError("more than tensors and numbers; nothing of it was run")
+            ) from error
+        except Exception as error:
+            raise _damaged(str(source / OPTIMIZER), error) from error
+        for group, chosen in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(chosen)
+
+    def _check_shapes(self, state: dict[int, dict[str, Any]]) -> None:
+        """Raise ValueError for a moment of another shape than its parameter: an expanded tensor is as large as it says."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, held in state.items():
+            for key, value in held.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameters[index].shape:
+                    raise ValueError(f"{key} of parameter {index} has shape {tuple(value.shape)}")
 
     def heldout_kl(self) -> float | None:
         """Return what this step's evaluation found, in this process or in the one that saved its checkpoint."""
@@ -186,10 +254,69 @@ def check_resumable(saved: dict[str, Any], config: TrainerConfig, cache: Cache) 
             f"{config.output} is pinned to manifest {saved['manifest_number']}, the configuration asks for "
             f"{config.manifest}: choose another output, or leave manifest out"
         )
-    then, now = (_what_must_match(tree) for tree in (saved["config"], config.model_dump(mode="json")))
+    try:
+        then = _what_must_match(saved["config"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(f"the configuration in {STATE} of {config.output}", error) from error
+    now = _what_must_match(config.model_dump(mode="json"))
     for key, found in now.items():
         if key in then and then[key] != found:
             raise UsageError(f"cannot resume {config.output}: it was started with {key} = {then[key]}, found {found}")
+
+
+def begun_from(config: TrainerConfig, source: Path, saved: Saved | None) -> dict[str, dict[str, str]]:
+    """Return the digests of the student, and of a live teacher, that a run begins from; they are kept in its state.
+
+    Of a resumed run, compare them with what the configuration names now: UsageError where the run would be another. A
+    folder that is gone, or a URL that is the same as before, is taken by its name. Cost: reads the weights once.
+    """
+    names = {"student": config.student}
+    if config.loss.method == "online" and config.teacher is not None:
+        names["teacher"] = config.teacher
+    if saved is None:
+        return {
+            what: {"name": name, **_digests(source if what == "student" else resolve_model_folder(name), what)}
+            for what, name in names.items()
+        }
+    kept: dict[str, dict[str, str]] = saved.state["models"]
+    for what, name in names.items():
+        then = kept.get(what)
+        if then is None or (name == then.get("name") and ("://" in name or not Path(name).expanduser().is_dir())):
+            continue
+        folder = resolve_model_folder(name)
+        now = _digests(folder, what)
+        discard(folder)
+        if differing := [part for part, digest in now.items() if then.get(part) != digest]:
+            raise UsageError(
+                f"cannot resume {config.output}: it began from another {what}, {then.get('name')} (the "
+                f"{' and the '.join(differing)} of {name} {'differ' if len(differing) > 1 else 'differs'}): choose another "
+                f"output, or set {what} back"
+            )
+        kept[what] = then | {"name": name}
+    return kept
+
+
+def _digests(folder: Path, what: str) -> dict[str, str]:
+    found = {"configuration": fingerprint_config(folder), "weights": fingerprint_weights(folder)}
+    return found | ({"tokenizer": fingerprint_tokenizer(folder).digest} if what == "student" else {})
+
+
+def changed_settings(saved: dict[str, Any], config: TrainerConfig) -> str:
+    """Return one line that says which settings differ from those that a checkpoint was made with; "" where none does."""
+    then, now = _flat(saved["config"]), _flat(config.model_dump(mode="json"))
+    changes = [
+        f"{key} from {then[key]} to {value}"
+        for key, value in now.items()
+        if key in then and then[key] != value and key not in NOT_A_CHANGE
+    ]
+    return f"changed since step {saved['step']:,}: {', '.join(changes)}" if changes else ""
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _what_must_match(config: dict[str, Any]) -> dict[str, Any]:
@@ -203,8 +330,8 @@ def _what_must_match(config: dict[str, Any]) -> dict[str, Any]:
 
 def ends_alike(saved: dict[str, Any], train: TrainConfig) -> bool:
     """Return whether a checkpoint's run was to end where this configuration ends."""
-    then = saved["config"]["train"]
-    return (then["epochs"], then["max_steps"]) == (train.epochs, train.max_steps)
+    then = saved["config"].get("train") or {}
+    return (then.get("epochs"), then.get("max_steps")) == (train.epochs, train.max_steps)
 
 
 def check_names(config: TrainerConfig, cache: Cache) -> None:

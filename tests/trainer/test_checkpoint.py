@@ -100,7 +100,7 @@ def test_a_run_on_an_object_store_is_saved_fetched_and_swept(tmp_path: Path, any
 
 
 def planted(run: CheckpointFolder, *entries: dict[str, Any], finished: bool = False) -> None:
-    """A checkpoints.json that somebody else wrote."""
+    """A checkpoints.json that another user wrote."""
     checkpoints = [{"step": i, "files": {}, "heldout_kl": None, **entry} for i, entry in enumerate(entries, start=1)]
     run.put("checkpoints.json", json.dumps({"checkpoints": checkpoints, "finished": finished}).encode())
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from teachercache import Cache, Record
-from teachercache.errors import TeacherCacheError
+from teachercache.errors import TeacherCacheError, UsageError
 from trainer.data.packing import pack_block
-from trainer.data.sequence import PackedSequence, cut_record, pack_records
+from trainer.data.sequence import PackedSequence, Piece, cut_record, min_context, pack_records, split_record
 
 RESUME_MUST_MATCH = ("manifest", "split", "seed")
 
@@ -37,16 +38,22 @@ class DataCounts:
     """Trained on, or discarded on the way there: what progress is measured by."""
     tokens_pending: int = 0
     """Discarded since the last record that was kept; counted as done with the next one."""
+    split_documents: int = 0
     truncated_documents: int = 0
     dropped_documents: int = 0
+    rows_cut: int = 0
+    """Rows of truncated and dropped documents that were not used."""
     without_rows: int = 0
 
 
 class _Pooled(NamedTuple):
-    """A record and the corpus tokens it accounts for: its own, those cut off it, and those discarded just before it."""
+    """A record or piece and the corpus tokens it accounts for: new ones, those cut off, those discarded just before."""
 
-    record: Record
+    piece: Piece
     tokens: int
+
+    def __len__(self) -> int:
+        return len(self.piece.record.input_ids)
 
 
 class PackedCache(IterableDataset[PackedSequence]):
@@ -60,11 +67,16 @@ class PackedCache(IterableDataset[PackedSequence]):
     epochs     passes over the split; None is endless
     seq_len    tokens in a sequence; may be a function of the tokens done so far (a length curriculum)
     pad        fill each sequence to seq_len: equal shapes for a GPU
-    long_documents   a record longer than seq_len: "truncate" keeps its head, "drop" leaves it out, "refuse" raises
+    long_documents   a record longer than seq_len: "split" cuts it into pieces whose rows have an eighth of seq_len as
+               context, "truncate" keeps its head, "drop" leaves it out, "refuse" raises
     block_sequences  sequences' worth of records that are packed together: more packs tighter and holds more in memory
     blocks_per_flush blocks until the packer empties itself: a resumed run re-reads at most this much
     weights    source -> weight: records of a source are kept with probability weight / largest weight, decided by a
                hash of seed, epoch and document, so the choice does not depend on the order of reading
+    rank, world_size  of N processes rank r takes every N-th sequence of one global order and builds tensors of those
+               alone; its states are those after a whole round of N, so a run may continue with another N
+    In a DataLoader (batch_size=None) the workers share the sequences the same way, and they arrive in the order that
+    they have without workers. `sequence.state` continues after a sequence, whatever read it.
     Raises TeacherCacheError when a record is longer than seq_len and long_documents="refuse", when a split has no row
     to train on, and when `state` is of another run.
     """
@@ -79,30 +91,46 @@ class PackedCache(IterableDataset[PackedSequence]):
         epochs: int | None = 1,
         shuffle: bool = True,
         pad: bool = False,
-        long_documents: str = "truncate",
+        long_documents: str = "split",
         block_sequences: int = 16,
         blocks_per_flush: int = 16,
         weights: dict[str, float] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
         state: dict[str, Any] | None = None,
     ) -> None:
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank {rank} must lie in [0, world_size {world_size})")
         self.cache, self.split, self.seed, self.epochs = cache, split, seed, epochs
         self.shuffle, self.pad, self.long_documents, self.weights = shuffle, pad, long_documents, weights or {}
         self.block_sequences, self.blocks_per_flush = block_sequences, blocks_per_flush
-        self._seq_len = seq_len if callable(seq_len) else (lambda _done: seq_len)
+        self.rank, self.world_size = rank, world_size
+        self._seq_len = seq_len
+        self._read_by_workers = torch.zeros(1, dtype=torch.int8).share_memory_()
         fresh = self._fresh_state(epoch=0, counts=DataCounts())
-        self._after: dict[str, Any] = state or fresh
+        self._after: dict[str, Any] = fresh if state is None else _checked(state)
         for key in RESUME_MUST_MATCH:
             if self._after[key] != fresh[key]:
                 raise TeacherCacheError(
                     f"cannot resume the data: the checkpoint has {key} {self._after[key]}, this run has {fresh[key]}"
                 )
 
+    def _length_at(self, tokens_done: int) -> int:
+        return self._seq_len(tokens_done) if callable(self._seq_len) else self._seq_len
+
     def _fresh_state(self, *, epoch: int, counts: DataCounts) -> dict[str, Any]:
         run = {"manifest": self.cache.manifest.digest, "split": self.split, "seed": self.seed}
         return {**run, "epoch": epoch, "stream": None, "used": 0, "counts": vars(counts).copy()}
 
     def state(self) -> dict[str, Any]:
-        """Return where the next sequence starts; small and JSON-able."""
+        """Return where the next sequence starts; small and JSON-able.
+
+        Raises UsageError where workers of a DataLoader read: how far its reader is, only `sequence.state` says.
+        """
+        if self._read_by_workers[0]:
+            raise UsageError(
+                "workers of a DataLoader read this PackedCache: take the state from the last sequence (sequence.state)"
+            )
         return self._after
 
     @staticmethod
@@ -111,17 +139,44 @@ class PackedCache(IterableDataset[PackedSequence]):
         return DataCounts(**state["counts"])
 
     def __iter__(self) -> Iterator[PackedSequence]:
+        worker = get_worker_info()
+        if worker is not None:
+            self._read_by_workers[0] = 1
         for sequence, after in self.with_states():
             self._after = after
-            yield sequence
+            yield replace(sequence, state=after)
 
     def with_states(self, state: dict[str, Any] | None = None) -> Generator[tuple[PackedSequence, dict[str, Any]]]:
-        """Iterate over (sequence, the state that continues after it), from `state` or this object's on."""
-        state = state or self._after
+        """Iterate over (sequence, the state that continues after it), from `state` or this object's on.
+
+        Of several ranks each gets its own sequences, with the state after the round of `world_size` that they are of.
+        """
+        worker = get_worker_info()
+        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+
+        def mine(number: int) -> bool:
+            turn, rank = divmod(number, self.world_size)
+            return rank == self.rank and turn % count == index
+
+        held: PackedSequence | None = None
+        after: dict[str, Any] = {}
+        for number, (sequence, after) in enumerate(self._all(state or self._after, mine)):
+            held = sequence if sequence is not None else held
+            if held is not None and (number + 1) % self.world_size == 0:
+                yield held, after
+                held = None
+        if held is not None:  # the last round is not full
+            yield held, after
+
+    def _all(
+        self, state: dict[str, Any], mine: Callable[[int], bool]
+    ) -> Iterator[tuple[PackedSequence | None, dict[str, Any]]]:
+        """Yield every sequence of the global order, those of others as None, each with the state after it."""
+        number = 0
         while self.epochs is None or state["epoch"] < self.epochs:
             produced = False
-            for sequence, after in self._epoch(state):
-                produced, state = True, after
+            for sequence, after in self._epoch(state, number, mine):
+                produced, state, number = True, after, number + 1
                 yield sequence, after
             counts = self.counts_of(state)
             if not produced and state["used"] == 0 and state["stream"] is None:
@@ -131,8 +186,10 @@ class PackedCache(IterableDataset[PackedSequence]):
                 )
             state = self._fresh_state(epoch=state["epoch"] + 1, counts=counts)
 
-    def _epoch(self, state: dict[str, Any]) -> Iterator[tuple[PackedSequence, dict[str, Any]]]:
-        """Yield the rest of one epoch, from `state` on."""
+    def _epoch(
+        self, state: dict[str, Any], number: int, mine: Callable[[int], bool]
+    ) -> Iterator[tuple[PackedSequence | None, dict[str, Any]]]:
+        """Yield the rest of one epoch, from `state` on; `number` sequences came before. Tensors are built of ours alone."""
         epoch, skip, seed = state["epoch"], state["used"], self.seed * 1_000_003 + state["epoch"]
         stream = self.cache.stream(
             split=self.split, seed=seed, state=state["stream"], shuffle=self.shuffle, repeat=False
@@ -145,11 +202,11 @@ class PackedCache(IterableDataset[PackedSequence]):
         exhausted = False
         try:
             while not exhausted:
-                seq_len = self._seq_len(counts.tokens_done)
+                seq_len = self._length_at(counts.tokens_done)
                 exhausted = self._read_block(stream, pool, counts, seq_len, epoch)
                 block += 1
                 flush = exhausted or block % self.blocks_per_flush == 0
-                lengths = [len(item.record.input_ids) for item in pool]
+                lengths = [len(item) for item in pool]
                 order = (self.seed, epoch, counts.documents)
                 groups, carried = pack_block(lengths, seq_len, flush=flush, max_carry=self.block_sequences, seed=order)
                 for group in groups:
@@ -158,8 +215,11 @@ class PackedCache(IterableDataset[PackedSequence]):
                     counts.tokens_done += sum(pool[i].tokens for i in group)
                     if used <= skip:
                         continue
-                    records, pad_to = [pool[i].record for i in group], seq_len if self.pad else None
-                    sequence = pack_records(records, pad_to=pad_to, tokens_done=counts.tokens_done)
+                    sequence = None
+                    if mine(number):
+                        pieces, pad_to = [pool[i].piece for i in group], seq_len if self.pad else None
+                        sequence = pack_records(pieces, pad_to=pad_to, tokens_done=counts.tokens_done)
+                    number += 1
                     after = self._fresh_state(epoch=epoch, counts=counts)
                     after |= {"stream": anchor["stream"], "used": used, "anchor_counts": anchor["counts"]}
                     yield sequence, after
@@ -175,34 +235,51 @@ class PackedCache(IterableDataset[PackedSequence]):
     ) -> bool:
         """Add records to the pool until it holds a block; returns whether the epoch ended."""
         wanted = self.block_sequences * seq_len
-        held = sum(len(item.record.input_ids) for item in pool)
+        held = sum(len(item) for item in pool)
         while held < wanted:
             record = next(stream, None)
             if record is None:
                 return True
             counts.documents += 1
             counts.tokens_read += len(record.input_ids)
-            counts.tokens_pending += len(record.input_ids)
-            if not self._sampled(record, epoch):
-                continue
-            if len(record.input_ids) > seq_len:
-                if self.long_documents == "refuse":
-                    raise TeacherCacheError(
-                        f"document {record.doc_id} (window {record.window}) has {len(record.input_ids)} tokens, "
-                        f"more than data.seq_len = {seq_len}; raise seq_len or set data.long_documents"
-                    )
-                if self.long_documents == "drop":
-                    counts.dropped_documents += 1
-                    continue
-                counts.truncated_documents += 1
-                record = cut_record(record, seq_len)
-            if not np.any(record.loss_mask):
+            kept = self._pieces(record, seq_len, counts) if self._sampled(record, epoch) else []
+            covered = 0
+            for piece, stop in kept:
+                counts.tokens_pending += stop - covered
+                covered = stop
+                if np.any(piece.record.loss_mask):
+                    pool.append(_Pooled(piece, counts.tokens_pending))
+                    counts.tokens_pending = 0
+                    held += len(pool[-1])
+            if kept and not np.any(record.loss_mask):
                 counts.without_rows += 1
-                continue
-            pool.append(_Pooled(record, counts.tokens_pending))
-            counts.tokens_pending = 0
-            held += len(record.input_ids)
+            counts.tokens_pending += len(record.input_ids) - covered
         return False
+
+    def _pieces(self, record: Record, seq_len: int, counts: DataCounts) -> list[tuple[Piece, int]]:
+        """Return what is trained on of a record: pieces, each with the end of the tokens that are done with it."""
+        tokens = len(record.input_ids)
+        if tokens <= seq_len:
+            return [(Piece(record), tokens)]
+        if self.long_documents == "refuse":
+            raise TeacherCacheError(
+                f"document {record.doc_id} (window {record.window}) has {tokens:,} tokens, more than data.seq_len = "
+                f"{seq_len:,}; raise seq_len or set data.long_documents"
+            )
+        if self.long_documents == "split":
+            counts.split_documents += 1
+            pieces = split_record(record, seq_len)
+            ends = np.cumsum([len(p.record.input_ids) for p in pieces]) - np.arange(len(pieces)) * min_context(seq_len)
+            return list(zip(pieces, ends.tolist(), strict=True))
+        rows = int(np.count_nonzero(record.loss_mask))
+        if self.long_documents == "drop":
+            counts.dropped_documents += 1
+            counts.rows_cut += rows
+            return []
+        counts.truncated_documents += 1
+        piece = cut_record(record, 0, seq_len)
+        counts.rows_cut += rows - int(np.count_nonzero(piece.record.loss_mask))
+        return [(piece, tokens)]
 
     def _sampled(self, record: Record, epoch: int) -> bool:
         if not self.weights:
@@ -210,3 +287,19 @@ class PackedCache(IterableDataset[PackedSequence]):
         weight = self.weights.get(record.source, 0.0) / max(self.weights.values())
         digest = hashlib.sha256(f"{self.seed}/{epoch}/{record.doc_id}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < weight * 2**64
+
+
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose fields have the right types; TeacherCacheError for one that is damaged."""
+    try:
+        numbers = [state["epoch"], state["used"]]
+        for counts in (state["counts"], state.get("anchor_counts") or {}):
+            numbers += vars(DataCounts(**counts)).values()
+        whole = all(type(number) is int and number >= 0 for number in numbers)
+        named = all(key in state for key in RESUME_MUST_MATCH)
+        placed = state["stream"] is None or isinstance(state["stream"], dict)
+    except (KeyError, TypeError, AttributeError):
+        whole = named = placed = False
+    if not (whole and named and placed):
+        raise TeacherCacheError("cannot resume the data: its state is damaged; resume from an older checkpoint")
+    return state

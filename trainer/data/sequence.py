@@ -10,9 +10,18 @@ import numpy as np
 import torch
 
 from teachercache import Record
+from teachercache.parquet.block import ROW_DTYPES
 
 NO_LABEL = -100
 """The label of a row whose next token lies outside the record: no cross-entropy there."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A record, or consecutive tokens of one, and the token that follows its last one, or NO_LABEL."""
+
+    record: Record
+    next_token: int = NO_LABEL
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class PackedSequence:
     labels                   int64 [R]  the real next token, or NO_LABEL
     documents                (doc_id, window) of each document, for error messages
     tokens_done              tokens of the run trained on after this sequence, or discarded so far: its progress
+    state                    where PackedCache continues after this sequence; None where it was packed otherwise
     """
 
     input_ids: torch.Tensor
@@ -39,6 +49,7 @@ class PackedSequence:
     labels: torch.Tensor
     documents: tuple[tuple[str, int], ...]
     tokens_done: int
+    state: dict[str, Any] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -63,12 +74,21 @@ class PackedSequence:
         return self._map(torch.Tensor.pin_memory)
 
 
-def pack_records(records: Sequence[Record], *, pad_to: int | None = None, tokens_done: int = 0) -> PackedSequence:
-    """Lay whole records one after the other, longest first; only rows that the loss mask allows are kept.
+def pack_records(
+    records: Sequence[Record | Piece], *, pad_to: int | None = None, tokens_done: int = 0
+) -> PackedSequence:
+    """Lay whole records or pieces one after the other, longest first; only rows that the loss mask allows are kept.
 
     Raises ValueError when they are longer than pad_to tokens.
     """
-    records = sorted(records, key=lambda record: -len(record.input_ids))  # stable: ties keep the packer's order
+    pieces = [record if isinstance(record, Piece) else Piece(record) for record in records]
+    pieces.sort(key=lambda piece: -len(piece.record.input_ids))  # stable: ties keep the packer's order
+    return _pack([piece.record for piece in pieces], [piece.next_token for piece in pieces], pad_to, tokens_done)
+
+
+def _pack(
+    records: Sequence[Record], next_tokens: Sequence[int], pad_to: int | None, tokens_done: int
+) -> PackedSequence:
     lengths = [len(record.input_ids) for record in records]
     total = sum(lengths)
     padding = (pad_to - total) if pad_to is not None else 0
@@ -81,7 +101,7 @@ def pack_records(records: Sequence[Record], *, pad_to: int | None = None, tokens
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     kept = [record.loss_mask.astype(bool) for record in records]
     positions = [record.row_pos[keep] for record, keep in zip(records, kept, strict=True)]
-    following = [np.append(record.input_ids[1:], NO_LABEL) for record in records]
+    following = [np.append(r.input_ids[1:], after) for r, after in zip(records, next_tokens, strict=True)]
 
     def joined(parts: Iterable[Any], dtype: Any) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(list(parts)).astype(dtype))
@@ -104,9 +124,33 @@ def pack_records(records: Sequence[Record], *, pad_to: int | None = None, tokens
     )
 
 
-def cut_record(record: Record, length: int) -> Record:
-    """Return the first `length` tokens of a record, with the rows that lie inside."""
-    keep = record.row_pos < length
-    per_row = ("row_pos", "topk_ids", "topk_logprobs", "tail_logprob", "target_logprob", "loss_mask")
-    rows: dict[str, Any] = {name: getattr(record, name)[keep] for name in per_row}
-    return replace(record, input_ids=record.input_ids[:length], **rows)
+def cut_record(record: Record, start: int, stop: int, *, rows_from: int | None = None) -> Piece:
+    """Return tokens [start, stop) of a record with the rows at positions [rows_from (default start), stop)."""
+    keep = (record.row_pos >= (start if rows_from is None else rows_from)) & (record.row_pos < stop)
+    rows: dict[str, Any] = {
+        name: getattr(record, name)[keep] for name in ROW_DTYPES if getattr(record, name) is not None
+    }
+    rows["row_pos"] = rows["row_pos"] - start
+    ids = record.input_ids
+    return Piece(replace(record, input_ids=ids[start:stop], **rows), int(ids[stop]) if stop < len(ids) else NO_LABEL)
+
+
+def split_record(record: Record, length: int) -> list[Piece]:
+    """Return a record longer than `length` as pieces of at most that, which together hold each of its rows once.
+
+    A piece after the first begins `min_context(length)` tokens before its first row: the teacher saw the whole
+    document, and a student that saw nothing of it could not agree.
+    """
+    tokens, context = len(record.input_ids), min_context(length)
+    pieces = [cut_record(record, 0, length)]
+    done = length
+    while done < tokens:
+        start = done - context
+        pieces.append(cut_record(record, start, min(start + length, tokens), rows_from=done))
+        done = start + length
+    return pieces
+
+
+def min_context(length: int) -> int:
+    """Return how many tokens a later piece of a split document repeats before its first row: an eighth of its length."""
+    return length // 8

@@ -8,16 +8,18 @@ cap, bias) is read from its configuration here and nowhere else.
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from teachercache import Cache, fingerprint_tokenizer
-from teachercache.errors import UsageError
+from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.fingerprint import TOKENIZER_FILES
 from trainer.model import Model, attention
 
@@ -50,7 +52,12 @@ def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trus
         model: Model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention.NAME
         )
-    except (OSError, ValueError) as error:
+    except pickle.UnpicklingError as error:  # its message recommends to run what the file holds: not repeated
+        raise TeacherCacheError(
+            f"cannot load the model in {folder}: a .bin file holds more than tensors; nothing of it was run: use a folder with "
+            "safetensors"
+        ) from error
+    except (OSError, ValueError, EOFError, SafetensorError) as error:
         raise UsageError(f"cannot load the model in {folder}: {' '.join(str(error).split())}") from error
     for name, module in decoder(model).named_modules():
         rates = {"p": module.p} if isinstance(module, torch.nn.Dropout) else vars(module)

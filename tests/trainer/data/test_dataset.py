@@ -8,11 +8,13 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import teachercache
-from teachercache.errors import TeacherCacheError
+from teachercache.errors import TeacherCacheError, UsageError
 from tests.trainer import tiny
-from trainer.data import PackedCache, PackedSequence
+from trainer.data import PackedCache, PackedSequence, dataset, lengths
+from trainer.data.lengths import describe_lengths
 
 
 def same(ours: PackedSequence, theirs: PackedSequence) -> bool:
@@ -97,17 +99,146 @@ def test_a_state_of_another_run_is_refused(cache: teachercache.Cache) -> None:
 
 
 def test_long_documents_are_truncated_dropped_or_refused_and_counted(cache: teachercache.Cache) -> None:
-    lengths = [len(record.input_ids) for record in cache.records(split="train")]
-    long = sum(length > 32 for length in lengths)
+    tokens = [len(record.input_ids) for record in cache.records(split="train")]
+    long = sum(length > 32 for length in tokens)
     *_, (_, state) = PackedCache(cache, seq_len=32, long_documents="truncate").with_states()
     counts = PackedCache.counts_of(state)
+    rows = sum(int(record.loss_mask[record.row_pos >= 32].sum()) for record in cache.records(split="train"))
+    assert counts.rows_cut == rows
     assert counts.truncated_documents == long
-    assert counts.tokens_trained == sum(min(length, 32) for length in lengths)
-    assert counts.tokens_done == sum(lengths)
+    assert counts.tokens_trained == sum(min(length, 32) for length in tokens)
+    assert counts.tokens_done == sum(tokens)
     *_, (_, state) = PackedCache(cache, seq_len=32, long_documents="drop").with_states()
     assert PackedCache.counts_of(state).dropped_documents == long
     with pytest.raises(TeacherCacheError, match=r"document doc-\d+ .* more than data.seq_len = 32"):
         list(PackedCache(cache, seq_len=32, long_documents="refuse"))
+
+
+def rows_of(sequences: Iterable[PackedSequence]) -> list[tuple[str, bytes, int]]:
+    """Every row: its document, its numbers and its label. Rows of the tests' documents are all different."""
+    found = []
+    for sequence in sequences:
+        borders = np.cumsum(sequence.document_lengths)
+        for i, position in enumerate(sequence.row_index.tolist()):
+            doc_id, _ = sequence.documents[int(np.searchsorted(borders, position, side="right"))]
+            found.append((doc_id, sequence.topk_logprobs[i].numpy().tobytes(), int(sequence.labels[i])))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seq_len", [2, 7, 16, 33])
+def test_pieces_of_long_documents_hold_every_row_once_with_context_and_label(
+    cache: teachercache.Cache, seq_len: int
+) -> None:
+    """The naive twin reads whole documents: every row of it is there, and its label is the document's next token."""
+    options = {"seq_len": seq_len, "block_sequences": 40}
+    whole = rows_of(PackedCache(cache, seq_len=128))
+    pieces = list(PackedCache(cache, **options))
+    assert rows_of(pieces) == whole
+    lengths = [len(record.input_ids) for record in cache.records(split="train")]
+    *_, (_, state) = PackedCache(cache, **options).with_states()
+    counts = PackedCache.counts_of(state)
+    assert counts.split_documents == sum(length > seq_len for length in lengths)
+    assert counts.tokens_done + counts.tokens_pending == counts.tokens_read == sum(lengths)
+    assert counts.rows_cut == 0
+    records = {record.doc_id: record for record in cache.records(split="train")}
+    later = 0
+    for sequence in pieces:
+        start = 0
+        for (doc_id, _), length in zip(sequence.documents, sequence.document_lengths, strict=True):
+            assert length <= seq_len
+            ids = sequence.input_ids[start : start + length].tolist()
+            inside = (sequence.row_index >= start) & (sequence.row_index < start + length)
+            first = int(sequence.row_index[inside].min()) - start
+            record = records[doc_id].input_ids.tolist()
+            # A row is known by its numbers, which tokens that repeat may share.
+            row = sequence.topk_logprobs[inside][0].numpy()
+            positions = np.flatnonzero((records[doc_id].topk_logprobs == row).all(axis=1)).tolist()
+            begins = [p - first for p in positions if record[p - first : p - first + length] == ids]
+            assert begins
+            if min(begins) > 0:
+                later += 1
+                assert first == seq_len // 8
+            start += length
+    assert later > 0
+
+
+def test_resuming_between_the_pieces_of_a_document_continues_with_the_next(cache: teachercache.Cache) -> None:
+    options = {"seq_len": 16, "block_sequences": 3, "blocks_per_flush": 2, "epochs": 2}
+    pairs = list(PackedCache(cache, **options).with_states())
+    for index in range(0, len(pairs), 17):
+        rest = list(PackedCache(cache, **options, state=json.loads(json.dumps(pairs[index][1]))))
+        assert all(same(a, b) for a, (b, _) in zip(rest, pairs[index + 1 :], strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_one_order_and_any_number_of_them_continues_it(cache: teachercache.Cache, world_size: int) -> None:
+    options = {"seq_len": 64, "epochs": 2, "block_sequences": 3, "blocks_per_flush": 2}
+    whole = list(PackedCache(cache, **options))
+    ranks = [
+        list(PackedCache(cache, **options, rank=r, world_size=world_size).with_states()) for r in range(world_size)
+    ]
+    for rank, pairs in enumerate(ranks):
+        assert all(same(a, b) for (a, _), b in zip(pairs, whole[rank::world_size], strict=True))
+    for turn in (0, 3, len(ranks[-1]) - 1):
+        states = [pairs[turn][1] for pairs in ranks]
+        assert all(state == states[0] for state in states)
+        for others in (1, 2):
+            rest = [
+                list(PackedCache(cache, **options, rank=r, world_size=others, state=states[0])) for r in range(others)
+            ]
+            for rank, sequences in enumerate(rest):
+                expected = whole[(turn + 1) * world_size :][rank::others]
+                assert all(same(a, b) for a, b in zip(sequences, expected, strict=True))
+    with pytest.raises(UsageError, match="rank 2 must lie in"):
+        PackedCache(cache, rank=2, world_size=2)
+
+
+def test_a_rank_builds_tensors_of_its_own_sequences_alone(
+    cache: teachercache.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    real = dataset.pack_records
+    monkeypatch.setattr(dataset, "pack_records", lambda *a, **k: built.append(1) or real(*a, **k))
+    assert len(list(PackedCache(cache, seq_len=64, rank=1, world_size=3))) == len(built)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_of_a_dataloader_share_the_sequences_in_order(cache: teachercache.Cache, workers: int) -> None:
+    """Every row once, in the order without workers, and each sequence knows where to continue."""
+    options = {"seq_len": 64, "block_sequences": 3, "blocks_per_flush": 2}
+    expected = list(PackedCache(cache, **options))
+    packed = PackedCache(cache, **options)
+    found = list(DataLoader(packed, batch_size=None, num_workers=workers))
+    assert rows_of(found) == rows_of(expected)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    if workers:
+        with pytest.raises(UsageError, match=r"sequence\.state"):
+            packed.state()
+    middle = len(found) // 2
+    rest = PackedCache(cache, **options, state=found[middle].state)
+    assert all(same(a, b) for a, b in zip(rest, expected[middle + 1 :], strict=True))
+    assert found[middle].state == expected[middle].state
+
+
+def test_what_becomes_of_long_documents_is_said_beforehand(
+    cache: teachercache.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = list(cache.records(split="train"))
+    long = [record for record in records if len(record.input_ids) > 32]
+    rows = sum(int(record.loss_mask.sum()) for record in records)
+    share = f"{len(long) / len(records):.1%} of the records are longer than data.seq_len = 32"
+    cut = sum(int(record.loss_mask[record.row_pos >= 32].sum()) for record in long)
+    dropped = sum(int(record.loss_mask.sum()) for record in long)
+    said = {mode: describe_lengths(cache, "train", 32, mode) for mode in ("split", "truncate", "drop", "refuse")}
+    assert all(f"data: {len(records)} records" in line and share in line for line in said.values())
+    assert said["split"].endswith("split into pieces, every row used, each with 4 tokens of context or more")
+    assert said["truncate"].endswith(f"with {cut / rows:.1%} of the rows")
+    assert said["drop"].endswith(f"with {dropped / rows:.1%} of the rows")
+    assert "none of them is longer than data.seq_len = 128" in describe_lengths(cache, "train", 128, "split")
+    monkeypatch.setattr(lengths, "SAMPLED_GROUPS", 1)
+    line = describe_lengths(cache, "train", 32, "truncate")
+    assert "about " in line
+    assert line.endswith(f"by 1 of {sum(f.row_groups for f in cache.files(split='train'))} row groups")
 
 
 def test_sources_are_mixed_by_weight(tmp_path, teacher) -> None:
