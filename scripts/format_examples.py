@@ -102,6 +102,8 @@ def examples() -> dict[str, str]:
             "commit": object_of(cache, "commits/*.json"),
             "manifest": object_of(cache, "manifests/*.json"),
         }
+        kept = ("format_version", "spec_digest", "publisher", "files")  # as a part would have them
+        trees["manifest-part"] = {key: trees["manifest"][key] for key in kept} | {"replaced": {}}
         text = make_corpus(Path(folder, "damaged/all.jsonl"), 40).read_bytes()
         damaged = Path(folder, "damaged/notes.jsonl.gz")
         damaged.write_bytes(gzip.compress(text)[:-300])

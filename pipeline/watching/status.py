@@ -12,24 +12,36 @@ from rich.table import Table
 from pipeline.watching.progress import duration, human
 from teachercache import Commit, Ledger
 from teachercache.errors import NotACache
+from teachercache.store.liveness import live_commits, resolve_replacements
 
 
 def read_status(url: str) -> dict[str, Any]:
-    """Count over all plans of a cache. Cost: one listing and one small read per commit, sixteen at a time."""
+    """Count over all plans of a cache: what its newest manifest says, and what was committed since.
+
+    Cost: the manifest, the plans, a listing, and one small read for each commit that the manifest did not settle. What
+    was replaced (by `optimize`) counts once, as what replaced it.
+    """
     ledger = Ledger.open(url)
     ledger.spec()  # NotACache before anything else is read
     planned = {s.shard_id: s for plan in ledger.plans().values() for s in plan.shards}
-    commits = ledger.commits()
-    done = {c.shard_id for c in commits}
+    seen = ledger.snapshot()
+    newest, done = seen.newest, seen.listed.keys()
     shards, broken = 0, 0
     for shard_id, entry in ledger.quarantines().items():
         if entry.scope == "document":
             broken += len(entry.documents)
         elif shard_id not in done:
             shards += 1
-    drops: Counter[str] = Counter()
+    commits = [commit for commit, _ in seen.fresh]
+    replaced = resolve_replacements(commits, newest.replaced if newest else {}, seen.settled)
+    live = live_commits(commits, replaced)
+    kept = [entry for entry in (newest.files if newest else ()) if entry.shard_id not in replaced]
+    documents = newest.documents if newest and len(kept) == len(newest.files) else sum(f.documents for f in kept)
+    drops = Counter(newest.drops if newest else {})
+    winners = set(replaced.values())
     for commit in commits:
-        drops.update(commit.drops)
+        if not commit.replaces or commit.shard_id in winners:
+            drops.update(commit.drops)
     left = sum(s.estimated_tokens for i, s in planned.items() if i not in done)
     return {
         "url": url,
@@ -37,11 +49,11 @@ def read_status(url: str) -> dict[str, Any]:
         "planned": len(planned),
         "committed": len(done & planned.keys()) if planned else len(done),
         "quarantined": shards,
-        "documents": sum(c.documents for c in commits),
-        "tokens": sum(c.tokens for c in commits),
-        "rows": sum(c.rows for c in commits),
-        "reused_rows": sum(_reused(c, "rows") for c in commits),
-        "bytes": sum(f.size for c in commits for f in c.files),
+        "documents": documents + sum(c.documents for c in live),
+        "tokens": sum(f.tokens for f in kept) + sum(c.tokens for c in live),
+        "rows": sum(f.rows for f in kept) + sum(c.rows for c in live),
+        "reused_rows": (newest.reused_rows if newest else 0) + sum(_reused(c, "rows") for c in commits),
+        "bytes": sum(f.size for f in kept) + sum(f.size for c in live for f in c.files),
         "drops": dict(drops),
         "broken_documents": broken,
         "estimated_tokens_left": left,

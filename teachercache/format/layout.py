@@ -12,6 +12,8 @@ NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?")  # split a
 SPEC = "spec.json"
 COMMITS = "commits/"
 MANIFESTS = "manifests/"
+PARTS = "manifests/parts/"  # of large manifests
+KEYS = "manifests/keys/"  # what publishers know of the records that a manifest has
 LAST_MANIFEST = 99_999_999
 PLANS = "plans/"
 DATA = "data/"
@@ -27,6 +29,14 @@ _DATA_PATH = re.compile(
     rf"data/codec=(?P<codec>[a-z0-9]{{1,32}})/split=(?P<split>{NAME.pattern})/source=(?P<source>{NAME.pattern})/"
     rf"(?P<shard_id>{SHARD_ID.pattern})-(?P<attempt>{ATTEMPT.pattern})\.parquet"
 )
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_COMMIT_PATH = re.compile(rf"commits/({SHARD_ID.pattern})\.json")
+_PLAN_PATH = re.compile(rf"plans/({_DIGEST.pattern})\.json")
+_QUARANTINE_PATH = re.compile(rf"quarantine/({SHARD_ID.pattern})/({ATTEMPT.pattern})\.json")
+_PART_PATH = re.compile(rf"manifests/parts/({_DIGEST.pattern})\.json")
+_KEYS_PATH = re.compile(rf"manifests/keys/({ATTEMPT.pattern})\.parquet")
+_LEASE_PATH = re.compile(rf"leases/({ATTEMPT.pattern})/[0-9]{{8}}\.json")
+_TOKENIZER_PATH = re.compile(rf"tokenizer/({_DIGEST.pattern})/{FILE_NAME.pattern}")
 _MANIFEST_PATH = re.compile(r"manifests/([0-9]{8})\.json")
 
 
@@ -112,6 +122,52 @@ def manifest_number(path: str) -> int | None:
     """Return the number in a manifest's name, or None for a name that is not a manifest's."""
     match = _MANIFEST_PATH.fullmatch(path)
     return int(match[1]) if match else None
+
+
+def part_path(sha256: str) -> str:
+    """Return the name of a part of a manifest."""
+    return f"{PARTS}{sha256}.json"
+
+
+def keys_path(name: str) -> str:
+    """Return the name of a key run."""
+    return f"{KEYS}{name}.parquet"
+
+
+def committed_shard(path: str) -> str | None:
+    """Return the shard of a commit's name, or None for a name that is not a commit's."""
+    match = _COMMIT_PATH.fullmatch(path)
+    return match[1] if match else None
+
+
+def plan_digest(path: str) -> str | None:
+    """Return the digest of a plan's name, or None for a name that is not a plan's."""
+    match = _PLAN_PATH.fullmatch(path)
+    return match[1] if match else None
+
+
+def quarantined_shard(path: str) -> str | None:
+    """Return the shard of a quarantine's name, or None for a name that is not a quarantine's."""
+    match = _QUARANTINE_PATH.fullmatch(path)
+    return match[1] if match else None
+
+
+def is_of_manifests(path: str) -> bool:
+    """Return whether a name is that of a part or of a key run, which manifests name."""
+    return any(pattern.fullmatch(path) for pattern in (_PART_PATH, _KEYS_PATH))
+
+
+def is_strange(path: str) -> bool:
+    """Return whether no object of a cache has such a name: what file managers, sync tools and people leave behind.
+
+    Every command ignores these; `verify` names them.
+    """
+    if path == SPEC or path.startswith(PROBES) or manifest_number(path) is not None:
+        return False
+    known = (
+        _DATA_PATH, _COMMIT_PATH, _PLAN_PATH, _QUARANTINE_PATH, _PART_PATH, _KEYS_PATH, _LEASE_PATH, _TOKENIZER_PATH,
+    )  # fmt: skip
+    return not any(pattern.fullmatch(path) for pattern in known)
 
 
 def quarantine_path(shard_id: str, attempt: str) -> str:

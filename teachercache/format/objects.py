@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from teachercache.errors import CommitConflict, UnsafeManifest
 from teachercache.format import layout
@@ -128,8 +129,39 @@ class ManifestFile(FileEntry):
     shard_id: str
 
 
+class PartRef(Strict):
+    """A part as a manifest names it."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the part's bytes, and its name")
+    files: int = Field(ge=0, le=2**19)
+    replaced: int = Field(ge=0, le=2**19)
+
+
+class ManifestPart(Strict):
+    """`manifests/parts/<sha256>.json`: entries of a large manifest, which later manifests share."""
+
+    format_version: Literal[1] = 1
+    spec_digest: str
+    publisher: str = Field(description="random: no two publishers make the same part")
+    files: list[ManifestFile] = Field(repr=False)
+    replaced: dict[str, str] = Field(default_factory=dict, repr=False)
+
+
+class KeyRun(Strict):
+    """`manifests/keys/<name>.parquet` as a manifest names it: hashes of the keys of records, for publishers."""
+
+    name: str = Field(pattern=r"^[0-9a-f]{32}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    size: int = Field(ge=0, le=MAX_FILE_BYTES, description="bytes")
+    records: int = Field(ge=0, le=2**40)
+    splits: list[str] = Field(max_length=2**15, description="what the file's column `split` indexes")
+
+
 class Manifest(Strict):
-    """`manifests/<number>.json`: a create-only snapshot that readers pin."""
+    """`manifests/<number>.json`: a create-only snapshot that readers pin.
+
+    In the store, `files` and `replaced` of a large one lie in its parts; `Ledger.manifest` puts them back together.
+    """
 
     format_version: Literal[1] = 1
     number: int = Field(ge=1, le=layout.LAST_MANIFEST)
@@ -139,6 +171,11 @@ class Manifest(Strict):
     files: list[ManifestFile] = Field(repr=False)
     plans: list[str]
     replaced: dict[str, str] = Field(default_factory=dict, description="shard -> the shard whose commit replaced it")
+    idle: list[str] = Field(
+        default_factory=list, description="settled shards without a file here: nothing was left, or another was first"
+    )
+    parts: list[PartRef] = Field(default_factory=list, description="where more of `files` and `replaced` lies")
+    keys: list[KeyRun] = Field(default_factory=list, description="together: the key of every record of `files`")
     shards_planned: Count
     shards_committed: Count
     shards_quarantined: Count
@@ -148,17 +185,51 @@ class Manifest(Strict):
     rows: Count
     drops: dict[str, Count] = Field(default_factory=dict)
     repeated_content: Count = Field(default=0, description="windows whose content is in another split too")
+    reused_rows: Count = Field(default=0, description="rows that were copied from shards of other plans")
     complete: bool
     parent: str | None = Field(default=None, description="digest of the manifest before; informative")
+    _head: Manifest | None = PrivateAttr(default=None)  # as it lies in the store, where it has parts
+    _held: list[tuple[PartRef, ManifestPart]] = PrivateAttr(default_factory=list)
 
     @property
     def digest(self) -> str:
-        """Return the sha256 hex of the whole content; a training run's state names it."""
-        return json_digest(self.model_dump(mode="json"))
+        """Return the sha256 hex of the object in the store; a training run's state names it."""
+        return json_digest((self._head or self).model_dump(mode="json"))
 
-    def content(self) -> dict[str, object]:
-        """Return what makes two manifests the same snapshot."""
-        return self.model_dump(mode="json", exclude={"number", "created", "publisher", "parent"})
+    @property
+    def held_parts(self) -> list[tuple[PartRef, ManifestPart]]:
+        """Return the parts that it was put together from."""
+        return self._held
+
+    def whole(self, parts: Sequence[ManifestPart]) -> Manifest:
+        """Return a manifest as it lies in the store together with its parts, files sorted by path.
+
+        Raises UnsafeManifest where a part is not what the manifest says.
+        """
+        if not self.parts:
+            return self
+        files, replaced = list(self.files), dict(self.replaced)
+        for ref, part in zip(self.parts, parts, strict=True):
+            if part.spec_digest != self.spec_digest or (len(part.files), len(part.replaced)) != (
+                ref.files,
+                ref.replaced,
+            ):
+                raise UnsafeManifest(f"manifest {self.number}: part {ref.sha256[:12]} is not what the manifest says.")
+            files += part.files
+            replaced |= part.replaced
+        found = self.model_copy(update={"files": sorted(files, key=lambda f: f.path), "replaced": replaced})
+        found._head, found._held = self, list(zip(self.parts, parts, strict=True))
+        return found
+
+    def settled(self) -> set[str]:
+        """Return the shards whose commits were considered for good: publishers need not read them again."""
+        return {entry.shard_id for entry in self.files} | self.replaced.keys() | set(self.idle)
+
+    def says_as(self, other: Manifest) -> bool:
+        """Return whether two manifests are the same snapshot: equal but for number, time, publisher and storage."""
+        apart = {"number", "created", "publisher", "parent", "parts", "keys", "files", "replaced"}
+        same = self.model_dump(exclude=apart) == other.model_dump(exclude=apart)
+        return same and self.replaced == other.replaced and self.files == other.files
 
     def check(self, spec_digest: str) -> None:
         """Raise UnsafeManifest unless every entry is a plausible, distinct data file of this cache."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from teachercache.format.objects import Commit, Manifest, Plan, Quarantine, TokenizerIndex
+from teachercache.format.objects import Commit, Manifest, ManifestPart, Plan, Quarantine, TokenizerIndex
 from teachercache.format.spec import CacheSpec
 
 FOLDER = Path(__file__).parent.parent / "schemas"
@@ -16,6 +16,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "spec": CacheSpec,
     "commit": Commit,
     "manifest": Manifest,
+    "manifest-part": ManifestPart,
     "plan": Plan,
     "quarantine": Quarantine,
     "tokenizer-index": TokenizerIndex,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from teachercache.errors import CorruptFile, MissingObject, NotACache, UnsafeManifest
+from teachercache.errors import CommitConflict, CorruptFile, MissingObject, NotACache, UnsafeManifest
 from teachercache.format import layout
-from teachercache.format.objects import Commit, Manifest, Plan, Quarantine
+from teachercache.format.objects import Commit, Manifest, ManifestPart, PartRef, Plan, Quarantine
 from teachercache.format.sealed import unseal
 from teachercache.format.spec import CacheSpec
 from teachercache.store.store import ObjectInfo, Store
@@ -22,12 +24,40 @@ READS = 3
 THREADS = 16  # small objects read at the same time
 
 
-def read_sealed(store: Store, model: type[M], path: str) -> M:
-    """Read and parse a sealed object; a transfer that arrives damaged is repeated twice before CorruptFile."""
+def read_sealed(store: Store, model: type[M], path: str, sha256: str | None = None) -> M:
+    """Read and parse a sealed object; a transfer that arrives damaged is repeated twice before CorruptFile.
+
+    sha256: what the object's bytes must have, where another object says so.
+    """
     for _ in range(READS - 1):
         with suppress(CorruptFile):
-            return unseal(model, store.read(path), path)
-    return unseal(model, store.read(path), path)
+            return _unsealed(store, model, path, sha256)
+    return _unsealed(store, model, path, sha256)
+
+
+def _unsealed(store: Store, model: type[M], path: str, sha256: str | None) -> M:
+    data = store.read(path)
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        raise CorruptFile(f"{path} is not the object that its manifest names.")
+    return unseal(model, data, path)
+
+
+def read_commit(store: Store, path: str) -> Commit:
+    """Read a commit; CommitConflict where it is another shard's, hence a copy."""
+    commit = read_sealed(store, Commit, path)
+    if layout.commit_path(commit.shard_id) != path:
+        raise CommitConflict(f"objects were moved: {path} is the commit of shard {commit.shard_id}; remove it.")
+    return commit
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is committed, seen from the newest manifest: only commits that it did not settle are read."""
+
+    newest: Manifest | None
+    listed: dict[str, ObjectInfo]  # shard -> its commit's object
+    settled: set[str]  # shards that the newest manifest settled
+    fresh: list[tuple[Commit, ObjectInfo]]  # the other commits, sorted by shard
 
 
 class Ledger:
@@ -37,6 +67,7 @@ class Ledger:
         """Read the cache at a store's root; `spec` saves reading spec.json."""
         self.store = store
         self._spec = spec
+        self._parts: dict[str, ManifestPart] = {}  # immutable, and shared by manifests
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Ledger:
@@ -59,31 +90,46 @@ class Ledger:
 
     def committed(self) -> set[str]:
         """Return the ids of the shards that have a commit: one listing, nothing is read."""
-        return {_name(o, layout.COMMITS) for o in self._objects(layout.COMMITS)}
+        return set(self._commit_objects())
 
     def commits(self, most: int | None = None) -> list[Commit]:
         """Return every commit (or the first `most`), sorted by shard. Cost: one listing, one small read a commit."""
-        return self._read_many(Commit, (o.path for o in self._objects(layout.COMMITS)[:most]))
+        return self.commits_of(sorted(self._commit_objects())[:most])
 
     def commits_of(self, shard_ids: Iterable[str]) -> list[Commit]:
         """Return the commits of these shards, in their order; MissingObject where one has none."""
-        return self._read_many(Commit, map(layout.commit_path, shard_ids))
+        with ThreadPoolExecutor(THREADS) as pool:
+            return list(pool.map(lambda shard: read_commit(self.store, layout.commit_path(shard)), shard_ids))
 
-    def dated_commits(self) -> list[tuple[Commit, ObjectInfo]]:
-        """Return every commit with its object, whose time is the server's, sorted by shard."""
-        objects = self._objects(layout.COMMITS)
-        return list(zip(self._read_many(Commit, (o.path for o in objects)), objects, strict=True))
+    def snapshot(self) -> Snapshot:
+        """Return the newest manifest, and what was committed since. Cost: the manifest, a listing, a read a new commit.
+
+        The manifest is loaded before the commits are listed. Commits of settled shards never change and are never
+        removed (docs/FORMAT.md, section 4), so the manifest says all about them.
+        """
+        newest = self.newest_manifest()
+        listed = self._commit_objects()
+        settled = newest.settled() if newest else set()
+        names = sorted(listed.keys() - settled)
+        return Snapshot(newest, listed, settled, [(c, listed[c.shard_id]) for c in self.commits_of(names)])
 
     def plans(self) -> dict[str, Plan]:
         """Return every plan by its digest."""
-        objects = self._objects(layout.PLANS)
-        plans = self._read_many(Plan, (o.path for o in objects))
-        return {_name(o, layout.PLANS): plan for o, plan in zip(objects, plans, strict=True)}
+        digests = sorted(d for o in self.store.list(layout.PLANS) if (d := layout.plan_digest(o.path)))
+        return dict(zip(digests, self._read_many(Plan, map(layout.plan_path, digests)), strict=True))
 
     def quarantines(self) -> dict[str, Quarantine]:
         """Return the last quarantine of each shard, by its own time of creation; shards that were committed included."""
-        found = self._read_many(Quarantine, (o.path for o in self._objects(layout.QUARANTINE)))
-        return {q.shard_id: q for q in sorted(found, key=lambda q: q.created)}
+        listed = (o.path for o in self.store.list(layout.QUARANTINE) if layout.quarantined_shard(o.path))
+        return {q.shard_id: q for q in sorted(self._read_many(Quarantine, listed), key=lambda q: q.created)}
+
+    def quarantined(self) -> set[str]:
+        """Return the ids of the shards that have a quarantine: one listing, nothing is read."""
+        return {s for o in self.store.list(layout.QUARANTINE) if (s := layout.quarantined_shard(o.path))}
+
+    def strange_names(self) -> list[str]:
+        """Return the objects whose names no cache has, sorted. Every command ignores them. Cost: a listing of everything."""
+        return [o.path for o in self.store.list("") if layout.is_strange(o.path)]
 
     # ---- manifests ---------------------------------------------------------------------------------------------
 
@@ -95,9 +141,11 @@ class Ledger:
     def manifest(self, number: int) -> Manifest:
         """Read and check one manifest; UnsafeManifest where it does not belong to this cache."""
         path = layout.manifest_path(number)
-        manifest = read_sealed(self.store, Manifest, path)
-        if manifest.number != number:
-            raise UnsafeManifest(f"{path} calls itself number {manifest.number}; objects were moved.")
+        head = read_sealed(self.store, Manifest, path)
+        if head.number != number:
+            raise UnsafeManifest(f"{path} calls itself number {head.number}; objects were moved.")
+        with ThreadPoolExecutor(THREADS) as pool:
+            manifest = head.whole(list(pool.map(self._part, head.parts)))
         manifest.check(self.spec().digest)
         return manifest
 
@@ -106,13 +154,15 @@ class Ledger:
         numbers = self.manifest_numbers()
         return self.manifest(numbers[-1]) if numbers else None
 
-    def _objects(self, prefix: str) -> list[ObjectInfo]:
-        return [o for o in self.store.list(prefix) if o.path.endswith(".json")]
+    def _part(self, ref: PartRef) -> ManifestPart:
+        if ref.sha256 not in self._parts:
+            path = layout.part_path(ref.sha256)
+            self._parts[ref.sha256] = read_sealed(self.store, ManifestPart, path, ref.sha256)
+        return self._parts[ref.sha256]
+
+    def _commit_objects(self) -> dict[str, ObjectInfo]:
+        return {shard: o for o in self.store.list(layout.COMMITS) if (shard := layout.committed_shard(o.path))}
 
     def _read_many(self, model: type[M], paths: Iterable[str]) -> list[M]:
         with ThreadPoolExecutor(THREADS) as pool:
             return list(pool.map(lambda path: read_sealed(self.store, model, path), paths))
-
-
-def _name(item: ObjectInfo, prefix: str) -> str:
-    return item.path.removeprefix(prefix).removesuffix(".json")

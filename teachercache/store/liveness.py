@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 
-from teachercache.format.objects import Commit, Manifest
+from teachercache.format.objects import Commit
 from teachercache.store.store import ObjectInfo
 
 
@@ -25,8 +25,12 @@ def is_void(
     )
 
 
-def resolve_replacements(commits: Iterable[Commit], settled: Mapping[str, str]) -> dict[str, str]:
+def resolve_replacements(
+    commits: Iterable[Commit], settled: Mapping[str, str], remembered: Collection[str] = ()
+) -> dict[str, str]:
     """Map each replaced shard to its replacement. An earlier manifest's choice stays; then the first by name wins.
+
+    `remembered` are shards that the newest manifest settled, whose commits need not be among `commits`.
 
     Two optimisers may have replaced overlapping sets. The second one's commit is void as a whole: applying half of it
     would repeat or lose documents.
@@ -38,7 +42,7 @@ def resolve_replacements(commits: Iterable[Commit], settled: Mapping[str, str]) 
         commit = by_shard[shard_id]
         if not commit.replaces or shard_id in winners:
             continue
-        if all(old in by_shard and old not in replaced for old in commit.replaces):
+        if all((old in by_shard or old in remembered) and old not in replaced for old in commit.replaces):
             replaced |= dict.fromkeys(commit.replaces, shard_id)
     return replaced
 
@@ -49,8 +53,8 @@ def live_commits(commits: Iterable[Commit], replaced: Mapping[str, str]) -> list
     return [c for c in commits if c.shard_id not in replaced and (not c.replaces or c.shard_id in winners)]
 
 
-def is_dead(commit: Commit, newest: Manifest) -> bool:
-    """Return whether a published manifest has settled that a commit's files are no part of the cache, now or later."""
-    if commit.shard_id in newest.replaced:
+def is_dead(commit: Commit, replaced: Mapping[str, str]) -> bool:
+    """Return whether what a manifest settled as replaced leaves a commit's files no part of the cache, now or later."""
+    if commit.shard_id in replaced:
         return True
-    return any(newest.replaced.get(old, commit.shard_id) != commit.shard_id for old in commit.replaces)
+    return any(replaced.get(old, commit.shard_id) != commit.shard_id for old in commit.replaces)

@@ -271,7 +271,7 @@ class Store:
     def list(self, prefix: str) -> list[ObjectInfo]:
         """Return every object below a prefix that ends in '/', sorted by path, without folder markers; never from a cache."""
         try:
-            found = self._retry(prefix, lambda: self.fs.find(self._full(prefix.rstrip("/")), detail=True))
+            found = self._retry(prefix, lambda: self._find(prefix))
         except MissingObject:
             return []
         cut = len(self.root) + 1
@@ -357,6 +357,13 @@ class Store:
             )
 
     # ---- one I/O each ------------------------------------------------------------------------------------------
+
+    def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
+        if _is_s3(self.fs) and prefix:  # a plain find asks twice more where there is nothing
+            found: dict[str, dict[str, Any]] = self.fs.find(self.root, prefix=prefix, detail=True)
+        else:
+            found = self.fs.find(self._full(prefix.rstrip("/")), detail=True)
+        return found
 
     def _first_bytes(self, path: str, count: int) -> bytes:
         """Return at most `count` bytes by one range request; s3fs asks for the size first where the whole is wanted."""
@@ -448,9 +455,13 @@ class _RangeFile(io.RawIOBase):
 
 def _once(fs: fsspec.AbstractFileSystem) -> fsspec.AbstractFileSystem:
     """Return the file system without its own retries: botocore's and ours would multiply with them to minutes."""
-    if "s3" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+    if _is_s3(fs):
         fs.retries = 1
     return fs
+
+
+def _is_s3(fs: fsspec.AbstractFileSystem) -> bool:
+    return "s3" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
 def _put_local(target: Path, data: bytes | Path, *, new: bool) -> None:

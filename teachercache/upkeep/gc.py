@@ -11,11 +11,11 @@ Listing order matters: data first, commits and manifests after. A commit that ap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from teachercache.errors import MissingObject, UsageError
 from teachercache.format import layout
-from teachercache.format.objects import Commit
+from teachercache.format.objects import Commit, Manifest
 from teachercache.format.spec import CacheSpec
 from teachercache.store.ledger import Ledger, read_sealed
 from teachercache.store.liveness import is_dead, is_void
@@ -31,6 +31,7 @@ class Garbage:
 
     dry_run: bool
     manifests: list[ObjectInfo]  # expired
+    parts: list[ObjectInfo]  # parts and key runs that no retained manifest names
     orphans: list[ObjectInfo]  # uploads without a commit
     replaced: list[ObjectInfo]  # files of replaced shards
     void: list[ObjectInfo]  # commits that came too late, or lost a file: their shards are computed again
@@ -41,7 +42,7 @@ class Garbage:
     @property
     def objects(self) -> list[ObjectInfo]:
         """Return all of it, in the order of removal: killed in between, no manifest names a file that is gone."""
-        return [*self.manifests, *self.void, *self.orphans, *self.replaced, *self.scratch]
+        return [*self.manifests, *self.parts, *self.void, *self.orphans, *self.replaced, *self.scratch]
 
     @property
     def bytes(self) -> int:
@@ -74,32 +75,52 @@ def collect(
     limit = store.now() - timedelta(seconds=grace_seconds)
 
     ledger = Ledger(store, spec)
-    numbers = ledger.manifest_numbers()
+    of_manifests = store.list(layout.MANIFESTS)
+    seen = ledger.snapshot()
+    newest = seen.newest
+    numbers = sorted(n for o in of_manifests if (n := layout.manifest_number(o.path)) is not None)
     retained = numbers if keep_manifests is None else numbers[-keep_manifests:]
-    manifests = [ledger.manifest(n) for n in retained]
-    newest = manifests[-1] if manifests else None
-    named = {entry.path for manifest in manifests for entry in manifest.files}
+    manifests = [newest if newest and n == newest.number else ledger.manifest(n) for n in retained]
+    holders = [*manifests, *([newest] if newest else [])]  # a newer one may have come since the listing
+    named = {entry.path for manifest in holders for entry in manifest.files}
     objects = {o.path: o for o in data}
     void: list[ObjectInfo] = []
     live: set[str] = set()
     of_dead: set[str] = set()
-    for commit, info in ledger.dated_commits():
+    for commit, info in seen.fresh:  # what the newest manifest settled is in `named`, or done with for ever
         files = {entry.path for entry in commit.files}
         unlisted = sorted(files - named - objects.keys())  # lost? No listing is trusted with that
-        if newest is not None and is_dead(commit, newest):  # its files may be gone, its shard is done all the same
+        if newest is not None and is_dead(
+            commit, newest.replaced
+        ):  # its files may be gone, its shard is done all the same
             of_dead |= files
         elif is_void(commit, info.modified, objects, named, grace_seconds) or not all(map(store.exists, unlisted)):
             void.append(info)
         else:
             live |= files
+    done = {*newest.replaced, *newest.idle} if newest else set()
+    of_dead |= {path for path in objects if layout.parse_data_path(path).shard_id in done}
 
     unneeded = [o for o in data if o.path not in named and o.path not in live]
     unclaimed = [o for o in unneeded if o.path not in of_dead]
-    expired = {layout.manifest_path(n) for n in numbers if n not in retained}
+    kept = {*retained, *([newest.number] if newest else [])}
+    expired = {layout.manifest_path(n) for n in numbers if n not in kept}
+    in_use = {layout.part_path(ref.sha256) for m in holders for ref in m.parts}
+    in_use |= {layout.keys_path(run.name) for m in holders for run in m.keys}
+    settled = seen.settled
     found = Garbage(
         dry_run=dry_run,
-        manifests=[o for o in store.list(layout.MANIFESTS) if o.path in expired],
-        orphans=[o for o in unclaimed if o.modified < limit and not _claimed(store, o, objects, named, grace_seconds)],
+        manifests=[o for o in of_manifests if o.path in expired],
+        parts=_unnamed(of_manifests, in_use, newest, limit),
+        orphans=[
+            o
+            for o in unclaimed
+            if o.modified < limit
+            and (
+                layout.parse_data_path(o.path).shard_id in settled
+                or not _claimed(store, o, objects, named, grace_seconds)
+            )
+        ],
         replaced=[o for o in unneeded if o.path in of_dead],
         void=void,
         scratch=[o for prefix in (layout.PROBES, layout.LEASES) for o in store.list(prefix) if o.modified < limit],
@@ -110,6 +131,19 @@ def collect(
         for item in found.objects:
             store.delete(item.path)
     return found
+
+
+def _unnamed(objects: list[ObjectInfo], in_use: set[str], newest: Manifest | None, limit: datetime) -> list[ObjectInfo]:
+    """Return the parts and key runs that no retained manifest names and that no publisher can still name.
+
+    A publisher makes them after it loaded its newest manifest, for the next number. Once a manifest is there that is
+    younger, by the store's clock, that number is taken: its publisher must start over, and makes new ones.
+    """
+    written = next((o.modified for o in objects if newest and o.path == layout.manifest_path(newest.number)), None)
+    if written is None:
+        return []
+    before = min(limit, written - timedelta(seconds=MIN_GRACE_SECONDS))
+    return [o for o in objects if layout.is_of_manifests(o.path) and o.path not in in_use and o.modified < before]
 
 
 def _claimed(

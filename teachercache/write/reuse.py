@@ -32,9 +32,11 @@ class ReuseIndex:
         """Read the content_key column of every live file: one request a row group, eight at a time."""
         self._store, self._spec = store, spec
         ledger = Ledger(store, spec)
-        commits, newest = ledger.commits(), ledger.newest_manifest()
-        live = live_commits(commits, resolve_replacements(commits, newest.replaced if newest else {}))
-        self._files: list[FileEntry] = [entry for commit in live for entry in commit.files]
+        seen = ledger.snapshot()
+        commits = [commit for commit, _ in seen.fresh]
+        replaced = resolve_replacements(commits, seen.newest.replaced if seen.newest else {}, seen.settled)
+        kept = [entry for entry in (seen.newest.files if seen.newest else ()) if entry.shard_id not in replaced]
+        self._files: list[FileEntry] = [*kept, *(e for c in live_commits(commits, replaced) for e in c.files)]
         with ThreadPoolExecutor(THREADS) as pool:
             parts = list(pool.map(self._keys_of, range(len(self._files))))
         keys = np.concatenate([np.empty(0, "V16"), *(keys for keys, _ in parts)])

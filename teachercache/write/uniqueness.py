@@ -22,11 +22,15 @@ Keys = npt.NDArray[np.void]  # 16-byte hashes
 
 
 class FileKeys(NamedTuple):
-    """What tells the records of one file from those of others."""
+    """The keys of one file's records, in the order of the records."""
 
-    windows: Keys  # [records] hash of (split, source, doc_id, window)
-    documents: Keys  # [documents] hash of (split, source, doc_id)
+    documents: Keys  # [records] hash of (split, source, doc_id)
+    window: npt.NDArray[np.int32]  # [records]
     content: Keys  # [records]
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.window)
 
 
 def check_unique(
@@ -42,51 +46,76 @@ def check_unique(
     A document is a distinct (split, source, doc_id). Raises DuplicateDocument, and RepeatedContent unless allowed. Reads
     the key columns of every file: about 40 bytes a record. `known` saves reading those of some files, by path.
     """
+    keys = read_keys(store, files, spec, known)
+    documents, repeated = judge(store, files, keys, spec)
+    refuse_repeated(store, repeated, allowed=allow_repeated_content)
+    return documents, repeated
+
+
+def read_keys(
+    store: Store, files: Sequence[FileEntry], spec: CacheSpec, known: Mapping[str, FileKeys] | None = None
+) -> list[FileKeys]:
+    """Return the keys of every record of every file; `known` has those of some, by path."""
+
+    def read(entry: FileEntry) -> FileKeys:
+        found = (known or {}).get(entry.path)
+        if found is not None:
+            return found
+        with DataFile(store, entry, spec) as file:
+            return keys_of(entry, file.blocks({"doc_id", "window", "content_key"}))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(read, files))
+
+
+def judge(store: Store, files: Sequence[FileEntry], keys: Sequence[FileKeys], spec: CacheSpec) -> tuple[int, int]:
+    """Return the number of documents, and of records whose content is in another split of these files too.
+
+    Raises DuplicateDocument.
+    """
     if not files:
         return 0, 0
-    with ThreadPoolExecutor(THREADS) as pool:
-        keys = list(pool.map(lambda entry: (known or {}).get(entry.path) or _read_keys(store, entry, spec), files))
-    _refuse_duplicates(store, files, [k.windows for k in keys], spec)
-    repeated = _count_repeated(files, [k.content for k in keys])
-    if repeated and not allow_repeated_content:
+    _refuse_duplicates(store, files, keys, spec)
+    documents = len(np.unique(np.concatenate([k.documents for k in keys])))
+    return documents, _count_repeated(files, [k.content for k in keys])
+
+
+def refuse_repeated(store: Store, repeated: int, *, allowed: bool) -> None:
+    """Raise RepeatedContent where records share their content with another split, unless allowed."""
+    if repeated and not allowed:
         raise RepeatedContent(
             f"{store.url}: {repeated} records hold content that is in another split too, so held-out text would leak into "
             "training; remove it from the corpus, or allow it on purpose (allow_repeated_content)."
         )
-    return len(np.unique(np.concatenate([k.documents for k in keys]))), repeated
-
-
-def _read_keys(store: Store, entry: FileEntry, spec: CacheSpec) -> FileKeys:
-    with DataFile(store, entry, spec) as file:
-        return keys_of(entry, file.blocks({"doc_id", "window", "content_key"}))
 
 
 def keys_of(entry: FileEntry, blocks: Iterable[Block]) -> FileKeys:
     """Return the keys of a file, of all its blocks with at least doc_id, window and content_key."""
-    windows: list[bytes] = []
-    documents: set[bytes] = set()
+    documents: list[bytes] = []
+    windows: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
     content: list[bytes] = []
     prefix = f"{entry.split}\0{entry.source}\0"
     for block in blocks:
-        for doc_id, window in zip(block.doc_id, block.window.tolist(), strict=True):
-            windows.append(_hash(f"{prefix}{doc_id}\0{window}"))
-            documents.add(_hash(prefix + doc_id))
+        documents += [_hash(prefix + doc_id) for doc_id in block.doc_id]
+        windows.append(block.window)
         content += block.content_key
-    return FileKeys(*(np.frombuffer(b"".join(keys), dtype="V16") for keys in (windows, documents, content)))
+    joined = (np.frombuffer(b"".join(keys), dtype="V16") for keys in (documents, content))
+    return FileKeys(next(joined), np.concatenate(windows), next(joined))
 
 
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _refuse_duplicates(store: Store, files: Sequence[FileEntry], windows: Sequence[Keys], spec: CacheSpec) -> None:
-    everything = np.concatenate(windows)
-    order = np.argsort(everything, kind="stable")
-    ordered = everything[order]
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+def _refuse_duplicates(store: Store, files: Sequence[FileEntry], keys: Sequence[FileKeys], spec: CacheSpec) -> None:
+    documents = np.concatenate([k.documents for k in keys]).view([("high", ">u8"), ("low", ">u8")])
+    windows = np.concatenate([k.window for k in keys])
+    order = np.lexsort((windows, documents["low"], documents["high"]))
+    same = documents[order][1:] == documents[order][:-1]
+    twice = np.flatnonzero(same & (windows[order][1:] == windows[order][:-1]))
     if not twice.size:
         return
-    ends = np.cumsum([len(keys) for keys in windows])
+    ends = np.cumsum([len(k) for k in keys])
     first, second = (files[int(np.searchsorted(ends, order[twice[0] + i], side="right"))] for i in (0, 1))
     shared = set(_names(store, first, spec)) & set(_names(store, second, spec)) if first is not second else set()
     doc_id, window = min(shared) if shared else ("?", 0)

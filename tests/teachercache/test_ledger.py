@@ -47,7 +47,9 @@ def test_a_ledger_reads_everything_without_a_writer(any_url):
     assert ledger.quarantines()["c"].message == "second"
     assert ledger.manifest_numbers() == [1]
     assert ledger.newest_manifest() == ledger.manifest(1)
-    assert [info.path for _, info in ledger.dated_commits()] == ["commits/a.json", "commits/b.json"]
+    assert ledger.snapshot().fresh == [], "the manifest settled both"
+    writer.commit("c", synthetic_records(SPEC, 1, prefix="c"))
+    assert [info.path for _, info in ledger.snapshot().fresh] == ["commits/c.json"]
 
 
 def test_a_ledger_of_nothing_is_no_cache(tmp_path):
