@@ -39,6 +39,7 @@ from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize as run_optimize
+from teachercache.upkeep.thin import thin as run_thin
 from teachercache.upkeep.verify import verify as run_verify
 from teachercache.views import show
 from teachercache.views.export import export as run_export
@@ -376,6 +377,40 @@ def optimize(
     answer(
         f"manifest {done.manifest.number}: {done.files_before} files of {done.bytes_before:,} bytes are now "
         f"{done.files_after} of {done.bytes_after:,}; {done.removed} records removed",
+        dataclasses.asdict(done) | {"manifest": done.manifest.number},
+        json_,
+    )
+
+
+@app.command()
+def thin(
+    url: Url,
+    out: Annotated[
+        str, typer.Argument(help="Where the smaller cache goes, or is: a folder or s3://…", show_default=False)
+    ],
+    entries: Annotated[
+        int, typer.Option(min=2, help="Entries of a row, fewer than the cache has.", show_default=False)
+    ],
+    exact: Annotated[int | None, typer.Option(min=1, help="Least number of exact entries; default: a quarter.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(help=f"Write this codec: {', '.join(CODECS)}; default: as it is.")
+    ] = None,
+    manifest: ManifestNumber = None,
+    json_: Json = False,
+) -> None:
+    """Draw a sampled cache with fewer entries a row from a sampled cache, without a teacher, and publish it.
+
+    The rows stay an unbiased estimate of the teacher. The same command again resumes, and takes over what was added to
+    the cache or taken out of it. A top-K cache is refused: it does not say how its tail is spread.
+
+    Example: teachercache thin s3://bucket/cache s3://bucket/cache-12 --entries 12
+    """
+    cache = opened(url, manifest)
+    with progress_bar("thinning") as progress:
+        done = run_thin(cache, out, entries=entries, exact=exact, codec=codec, progress=progress)
+    answer(
+        f"manifest {done.manifest.number} of {out}: {done.rows:,} rows of {entries} entries, {done.bytes_after:,} bytes "
+        f"instead of {done.bytes_before:,}; {done.shards} shards added",
         dataclasses.asdict(done) | {"manifest": done.manifest.number},
         json_,
     )

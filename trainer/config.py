@@ -7,14 +7,16 @@ torch. `python -m trainer config` prints all keys.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from teachercache import configfile
+from teachercache.format.spec import Rows, SampledRows, TopKRows
 from teachercache.store.store import check_url
-from trainer.losses.options import Method, Objective
+from trainer.losses.options import LossOptions, Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
 """Common names of keys of ours that no distance of spelling finds."""
@@ -24,6 +26,27 @@ class Section(BaseModel):
     """A part of the configuration: frozen, and strict about unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RowChoice(Section):
+    """Rows that the loss takes, by the teacher's entropy; the tokens of the others stay as context."""
+
+    entropy_above: float | None = Field(None, description="Only rows whose teacher has more entropy, in nats.")
+    entropy_below: float | None = Field(None, description="Only rows whose teacher has less entropy, in nats.")
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> RowChoice:
+        above, below = self.entropy_above, self.entropy_below
+        if above is not None and below is not None and above >= below:
+            raise ValueError(
+                f"data.rows keeps nothing: entropy_above {above} is not below entropy_below {below}; swap or drop one"
+            )
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether any row is left out."""
+        return self.entropy_above is not None or self.entropy_below is not None
 
 
 class DataConfig(Section):
@@ -38,12 +61,17 @@ class DataConfig(Section):
         description="A record longer than seq_len: train on all of it in pieces, keep its head, leave it out (all are counted), "
         "or stop.",
     )
-    top_k: int | None = Field(None, ge=1, description="Use only the first K' entries; the rest moves into the tail.")
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        description="Use only the first K' entries; the rest moves into the tail. On a sampled cache at most rows.exact.",
+    )
     weights: dict[str, float] = Field(
         {},
         description="Mix sources: each document is kept with the probability weight / largest weight of its source. "
         "Sources that are not named are left out.",
     )
+    rows: RowChoice = RowChoice.model_validate({})
     length_curriculum: list[tuple[float, int]] = Field(
         [], description="[[share, length], ...]: from this share of the run on, pack to this length (at most seq_len)."
     )
@@ -77,9 +105,40 @@ class DataConfig(Section):
         return reached[-1] if reached else self.seq_len
 
 
+class LiveRows(Section):
+    """Rows as a cache would have them, for comparison; sampled ones are drawn anew in each step."""
+
+    kind: Literal["top_k", "sampled"] = Field("top_k", description="As in a job's `rows`.")
+    entries: int = Field(100, ge=1, le=4096, description="Entries of a row.")
+    exact: int | None = Field(
+        None, ge=1, description="Least number of a sampled row's exact entries; null: a quarter of them."
+    )
+
+    @property
+    def spec(self) -> Rows:
+        """Return the rows as a cache's identity has them."""
+        named = {"entries": self.entries, **({} if self.exact is None else {"exact": self.exact})}
+        return SampledRows.model_validate(named) if self.kind == "sampled" else TopKRows.model_validate(named)
+
+    @model_validator(mode="after")
+    def _exists(self) -> LiveRows:
+        if self.kind == "top_k" and self.exact is not None:
+            raise ValueError("loss.rows.exact goes with kind=sampled: all entries of top-K rows are exact")
+        _ = self.spec
+        return self
+
+
 class LossConfig(Section, Objective):  # type: ignore[misc]  # pydantic freezes it; mypy sees only the dataclass
     """What is minimised; the mathematics is in docs/LOSSES.md."""
 
+    ce_weight: float | dict[str, float] = Field(  # type: ignore[assignment]  # one number for each source, or for all
+        0.0,
+        description="Loss = (1 - ce_weight) · KD + ce_weight · cross-entropy on the real next token. A mapping has a weight "
+        "for each source, 0 for those that it does not name.",
+    )
+    rows: LiveRows | None = Field(
+        None, description="What loss.method=online keeps of a row of the live teacher's logits."
+    )
     method: Method | Literal["online"] = Field(
         "fused", description="`online` computes the teacher's logits live (needs `teacher`), the others read its rows."
     )
@@ -92,8 +151,26 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # pydantic freezes 
 
     @model_validator(mode="after")
     def _accepted(self) -> LossConfig:
-        self.__post_init__()
+        weights = self.ce_weight.values() if isinstance(self.ce_weight, dict) else [self.ce_weight]
+        for weight in weights:
+            self.for_head(None, weight)
+        if self.rows is not None and (self.method != "online" or self.tail is None):
+            raise ValueError(
+                "loss.rows says how a live teacher's logits are cut: it goes with loss.method=online and a loss.tail"
+            )
+        if self.rows is not None:
+            self.for_head(None, min(weights, default=0.0)).for_rows(self.rows.kind == "sampled")
         return self
+
+    def weight_of(self, source: str) -> float:
+        """Return the weight of cross-entropy in rows of a source."""
+        return self.ce_weight.get(source, 0.0) if isinstance(self.ce_weight, dict) else self.ce_weight
+
+    def for_head(self, softcap: float | None, ce_weight: float | None = None) -> LossOptions:
+        """Return the options of this objective on a head with that soft-cap; `ce_weight`: of some sources' rows."""
+        values = {f.name: getattr(self, f.name) for f in fields(Objective)}
+        values |= {} if ce_weight is None else {"ce_weight": ce_weight}
+        return LossOptions(**values, softcap=softcap)
 
 
 class OptimConfig(Section):
@@ -231,6 +308,10 @@ class TrainerConfig(Section):
             raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
         if self.loss.method != "online" and self.loss.tail is None:
             raise ValueError("loss.tail is null, which means the full vocabulary: only loss.method=online has that")
+        if self.loss.rows is not None and self.data.top_k is not None:
+            raise ValueError(
+                "loss.rows and data.top_k both say how many entries the live teacher's rows have: drop one"
+            )
         if self.loss.recompute and self.loss.method not in ("fused", "online"):
             raise ValueError(f"loss.recompute goes with loss.method=fused only, found {self.loss.method}")
         return self

@@ -1,8 +1,9 @@
 """Evaluation of a student: against a cache, against a live teacher if there is one, on a plain text.
 
-`heldout_kl` is the KL over K+1 outcomes (the cached K and "anything else"): never above the full-vocabulary KL, and
-comparable between all students of one cache. `heldout_kl_full_vocabulary` needs a live teacher. Both are means over
-rows, in nats.
+`heldout_kl` is what the cache alone says, and comparable between all students of one cache. Of a top-K cache it is the KL
+over K+1 outcomes (the cached K and "anything else"), never above the full-vocabulary KL. Of a sampled cache it is an
+unbiased estimate of the full-vocabulary KL, with the standard error that its draws have: how far the figure on the same
+rows by a live teacher may be. `heldout_kl_full_vocabulary` needs a live teacher. All are means over rows, in nats.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def evaluate(
         theirs = student.row_logits(teacher, *where, sequence.row_index, layout) if teacher is not None else None
         for start in range(0, sequence.num_rows, CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            rows = TeacherRows(sequence.topk_ids[part], sequence.topk_logprobs[part], sequence.tail_logprob[part])
+            rows = sequence.teacher_rows(part)
             logprobs = head.logits(hidden[part])[:, :vocab_size].log_softmax(dim=1)
             sums.update(_sums(logprobs, rows, sequence.labels[part], calibration))
             if theirs is not None:
@@ -84,9 +85,11 @@ def evaluate(
     if sums["rows"] == 0:
         raise TeacherCacheError("nothing to evaluate: the split has no valid row")
     count, confidence, correct = calibration
+    sampled = sums["drawn_rows"] > 0
     result: dict[str, Any] = {
         "heldout_kl": sums["kl"] / sums["rows"],
-        "heldout_kl_kind": "K+1 outcomes (bucket)",
+        "heldout_kl_kind": "full vocabulary (sampled rows)" if sampled else "K+1 outcomes (bucket)",
+        **({"heldout_kl_standard_error": _standard_error(sums)} if sampled else {}),
         "top1_agreement": sums["agree"] / sums["rows"],
         "perplexity": math.exp(min(sums["nll"] / max(sums["labelled"], 1), 700.0)),
         "ece": ((confidence - correct).abs().sum() / count.sum().clamp_min(1)).item(),
@@ -108,7 +111,7 @@ def _sums(logprobs: Tensor, rows: TeacherRows, labels: Tensor, calibration: Tens
         calibration[row].index_add_(0, bins, value.double().cpu())
     return {
         "rows": len(labels),
-        "kl": _bucket_kl(logprobs, rows),
+        **({"kl": _bucket_kl(logprobs, rows)} if rows.exact is None else _sampled_kl(logprobs, rows)),
         "agree": (top1 == rows.topk_ids[:, 0]).sum().item(),
         "nll": -logprobs[known].gather(1, labels[known, None]).double().sum().item(),
         "labelled": int(known.sum()),
@@ -122,6 +125,40 @@ def _bucket_kl(logprobs: Tensor, rows: TeacherRows) -> float:
     q = torch.cat([logprobs.gather(1, ids), outside[:, None]], dim=1).double()
     p = torch.cat([rows.topk_logprobs, rows.tail_logprob[:, None]], dim=1).double().log_softmax(dim=1)
     return (p.exp() * (p - q)).sum().item()
+
+
+def _sampled_kl(logprobs: Tensor, rows: TeacherRows) -> dict[str, float]:
+    """Return the sum over rows of -H(p) - sum p^ log q, and sums from which `_standard_error` has the draws' variance.
+
+    A row's m drawn entries estimate the part of the tail by mass * mean(log q). Its variance is at most about
+    mass^2 * var(log q) / m, with the variance over the drawn entries; those of rows with one such entry are taken from
+    the others. Systematic draws are a little better than that.
+    """
+    assert rows.exact is not None
+    estimate, constant = rows.estimate(torch.float64)
+    q = logprobs.gather(1, rows.topk_ids.long()).double()
+    p = estimate.topk_logprobs.exp()
+    kl = (p * (estimate.topk_logprobs - q)).sum(dim=1) + constant
+    count = rows.top_k - rows.exact.long()
+    drawn = torch.arange(rows.top_k, device=q.device) >= rows.exact[:, None]
+    mean = (q * drawn).sum(dim=1) / count.clamp_min(1)
+    squares = ((q - mean[:, None]).square() * drawn).sum(dim=1)
+    weight = rows.tail_logprob.double().exp().square() / count.clamp_min(1)
+    several = count > 1
+    sums = {
+        "kl": kl,
+        "drawn_rows": torch.ones_like(kl),
+        "variance": torch.where(several, weight * squares / (count - 1).clamp_min(1), 0.0),
+        "squares": torch.where(several, squares, 0.0),
+        "freedom": torch.where(several, count - 1, 0),
+        "single": torch.where(count == 1, weight, 0.0),
+    }
+    return {name: value.sum().item() for name, value in sums.items()}
+
+
+def _standard_error(sums: Mapping[str, float]) -> float:
+    pooled = sums["squares"] / max(sums["freedom"], 1.0)
+    return math.sqrt(sums["variance"] + pooled * sums["single"]) / sums["rows"]
 
 
 def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:

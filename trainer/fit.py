@@ -113,6 +113,8 @@ class _Run:
             pad=compute.on_gpu,
             long_documents=config.data.long_documents,
             weights=config.data.weights,
+            entropy_above=config.data.rows.entropy_above,
+            entropy_below=config.data.rows.entropy_below,
             state=progress.data or None,
         )
         progress.data = self.dataset.state()
@@ -147,6 +149,8 @@ class _Run:
                     share = progress.share(sequences[-1].tokens_done)
                     values = {"loss": result.loss, "lr": lr, "grad_norm": result.grad_norm, "rows": result.rows}
                     values |= {"progress": share, "epoch": progress.data["epoch"]}
+                    if config.data.rows.chooses:
+                        values["rows_left_out"] = PackedCache.counts_of(progress.data).rows_left_out
                     values |= meter.measure(sequences, seconds, data_wait_s=started - waited)
                     log.write("train", progress.step, values)
                     screen.update(progress.step, share, meter.line(values), remaining_s=meter.remaining(share))
@@ -202,8 +206,9 @@ class _Run:
         if stop.is_set():
             return
         log.write("eval", step, result)
+        error = f" ± {result['heldout_kl_standard_error']:.4f}" if "heldout_kl_standard_error" in result else ""
         screen.say(
-            f"step {step}: held-out KL {result['heldout_kl']:.4f} nats, top-1 agreement "
+            f"step {step}: held-out KL {result['heldout_kl']:.4f}{error} nats, top-1 agreement "
             f"{result['top1_agreement']:.1%}, perplexity {result['perplexity']:.2f} ({result['rows']} rows)"
         )
         self.checkpoints.evaluated = (step, result["heldout_kl"])

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from teachercache.errors import TeacherCacheError
+from teachercache.format.spec import SampledRows
 from trainer.config import TrainerConfig
 from trainer.data.sequence import NO_LABEL, PackedSequence
 from trainer.losses import TeacherRows, kl_loss, online_kl_loss
+from trainer.losses.online import sampled_rows
 from trainer.model import Model, student
 from trainer.model.attention import DocumentLayout
 from trainer.optim import apply_step, clear_gradients, gradient_norm
@@ -65,8 +67,7 @@ class Step:
 
     def run(self, sequences: Sequence[PackedSequence], *, lr: float, loss_limit: float | None = None) -> StepResult:
         """Take one step. Raises TrainingDiverged, before an update, for what is not finite or above loss_limit."""
-        labelled = bool(self.config.loss.ce_weight)
-        total = sum(int((s.labels != NO_LABEL).sum()) if labelled else s.num_rows for s in sequences)
+        total = sum(int(valid.sum()) for s in sequences for _, _, valid in self._shares(s))
         if total == 0:
             raise TeacherCacheError(f"no valid row in a step's batch of documents {_names(sequences)}")
         clear_gradients(self.parameters)
@@ -97,17 +98,32 @@ class Step:
         apply_step(self.optimizer, norm, self.config.optim.clip_norm)
         return result
 
+    def _shares(self, sequence: PackedSequence) -> list[tuple[float, torch.Tensor | None, torch.Tensor]]:
+        """Return (ce_weight, indices of the rows with it, which of them count [rows]); None is all rows.
+
+        Cross-entropy needs the next token: rows without one do not count where it has a weight. Waits for the device
+        where sources differ in their weight.
+        """
+        loss, known = self.config.loss, sequence.labels != NO_LABEL
+        if not isinstance(loss.ce_weight, dict):
+            return [(loss.ce_weight, None, known if loss.ce_weight else torch.ones_like(known))]
+        weights = [loss.weight_of(source) for source in sequence.sources]
+        of_row = torch.tensor(weights, dtype=torch.float64, device=known.device)[sequence.row_documents()]
+        shares: list[tuple[float, torch.Tensor | None, torch.Tensor]] = []
+        for weight in sorted(set(weights)):
+            index = (of_row == weight).nonzero()[:, 0]
+            shares.append((weight, index, known[index] if weight else torch.ones_like(index, dtype=torch.bool)))
+        return shares
+
     def loss(self, sequence: PackedSequence, *, num_valid: int) -> torch.Tensor:
         """Return the configured loss, the sum over the sequence's valid rows / num_valid: a scalar."""
-        config, top_k, head = self.config.loss, self.config.data.top_k, student.head(self.model)
+        config, head = self.config.loss, student.head(self.model)
         tokens = (sequence.input_ids, sequence.position_ids)
         layout = DocumentLayout(sequence.document_lengths, self.attention_kind, self.device)
         hidden = student.hidden_states(self.model, *tokens, layout).index_select(0, sequence.row_index)
         hidden = head.scaled(hidden)
         weight = head.weight.to(hidden.dtype)
-        valid = sequence.labels != NO_LABEL if config.ce_weight else None
         call: dict[str, Any] = {
-            "options": config.for_head(head.softcap),
             "num_valid": num_valid,
             "vocab_size": min(self.vocab_size, weight.shape[0]),
             "bias": head.bias,
@@ -117,21 +133,36 @@ class Step:
             assert self.teacher is not None
             logits = student.row_logits(self.teacher, *tokens, sequence.row_index, layout)
             if config.tail is None:
-                return online_kl_loss(hidden, weight, logits, valid=valid, **call)
-            rows = TeacherRows.from_logits(logits[:, : call["vocab_size"]], top_k or sequence.topk_ids.shape[1], valid)
+                return online_kl_loss(hidden, weight, logits, options=config.for_head(head.softcap), **call)
+            rows = self._live_rows(logits[:, : call["vocab_size"]], sequence)
         else:
-            rows = TeacherRows(sequence.topk_ids, sequence.topk_logprobs, sequence.tail_logprob, valid)
+            rows, top_k = sequence.teacher_rows(), self.config.data.top_k
             rows = rows if top_k is None else rows.truncate(min(top_k, rows.top_k))
-        return kl_loss(
-            hidden,
-            weight,
-            rows,
-            method="fused" if config.method == "online" else config.method,
-            labels=sequence.labels if config.ce_weight else None,
-            recompute=config.recompute,
-            validate=False,  # records were checked when they were committed, ids when the cache was opened
-            **call,
-        )
+        total = torch.zeros((), device=self.device)
+        for ce_weight, index, valid in self._shares(sequence):
+            part, labels = (hidden, sequence.labels) if index is None else (hidden[index], sequence.labels[index])
+            total = total + kl_loss(
+                part,
+                weight,
+                replace(rows if index is None else rows[index], valid=valid if ce_weight else None),
+                options=config.for_head(head.softcap, ce_weight),
+                method="fused" if config.method == "online" else config.method,
+                labels=labels if ce_weight else None,
+                recompute=config.recompute,
+                validate=False,  # records were checked when they were committed, ids when the cache was opened
+                **call,
+            )
+        return total
+
+    def _live_rows(self, logits: torch.Tensor, sequence: PackedSequence) -> TeacherRows:
+        """Cut a live teacher's logits [R, V] to rows as a cache holds them; what is drawn depends on the progress."""
+        kind = self.config.loss.rows.spec if self.config.loss.rows else None
+        if isinstance(kind, SampledRows):
+            dice = torch.Generator().manual_seed((self.config.seed * 1_000_003 + sequence.tokens_done) % 2**32)
+            u = torch.rand(sequence.num_rows, generator=dice, dtype=torch.float64).to(logits.device)
+            return sampled_rows(logits, kind.entries, kind.exact, u)
+        entries = kind.entries if kind else self.config.data.top_k or sequence.topk_ids.shape[1]
+        return TeacherRows.from_logits(logits, entries)
 
 
 def _names(sequences: Sequence[PackedSequence], limit: int = 20) -> str:

@@ -75,6 +75,11 @@ class SampledRows(Strict):
     entries: int = Field(default=24, gt=1, le=4096)
     exact: int = Field(gt=0, description="least number of entries that are the most probable tokens themselves")
     seed: int = Field(default=0, ge=0, lt=2**63)
+    thinned_from: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="digest of the spec whose rows these were drawn from; null: from the teacher's",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import teachercache
-from teachercache.format.spec import CacheSpec, TeacherSpec, TopKRows
+from teachercache.format.record import content_key, row_uniforms
+from teachercache.format.spec import CacheSpec, Rows, SampledRows, TeacherSpec, TopKRows
+from trainer.losses.online import sampled_rows
 
 TEXT = [
     "the cat sat on the mat and looked at the other cat",
@@ -67,7 +70,7 @@ def make_model(folder: Path, *, seed: int = 0, layers: int = 4, **config: Any) -
     return folder
 
 
-def spec_for(folder: Path, *, top_k: int = 16) -> CacheSpec:
+def spec_for(folder: Path, *, top_k: int = 16, rows: Rows | None = None) -> CacheSpec:
     return CacheSpec(
         teacher=TeacherSpec(
             name="tiny",
@@ -78,7 +81,7 @@ def spec_for(folder: Path, *, top_k: int = 16) -> CacheSpec:
             head_dtype="float32",
         ),
         tokenizer=teachercache.fingerprint_tokenizer(folder),
-        rows=TopKRows(entries=top_k),
+        rows=rows or TopKRows(entries=top_k),
     )
 
 
@@ -105,12 +108,39 @@ def teacher_record(model: Any, doc_id: str, ids: np.ndarray, *, top_k: int, spli
     )
 
 
+@torch.no_grad()
+def sampled(record: teachercache.Record, model: Any, spec: CacheSpec) -> teachercache.Record:
+    """The record with the rows of a sampled spec, drawn from plain transformers in float32."""
+    assert isinstance(spec.rows, SampledRows)
+    logits = model(torch.from_numpy(record.input_ids.astype(np.int64))[None]).logits[0].float()
+    u = row_uniforms(spec.digest, content_key(spec.digest, record.input_ids, record.row_pos), record.row_pos)
+    rows = sampled_rows(logits, spec.rows.entries, spec.rows.exact, torch.from_numpy(u))
+    assert rows.exact is not None
+    assert rows.entropy is not None
+    return replace(
+        record,
+        topk_ids=rows.topk_ids.numpy().astype(np.int32),
+        topk_logprobs=rows.topk_logprobs.numpy(),
+        tail_logprob=rows.tail_logprob.numpy(),
+        exact=rows.exact.numpy().astype(np.uint16),
+        entropy=rows.entropy.numpy(),
+    )
+
+
 def make_cache(
-    url: str, teacher: Path, *, documents: int = 40, heldout: int = 8, top_k: int = 16, seed: int = 0, length: int = 60
+    url: str,
+    teacher: Path,
+    *,
+    documents: int = 40,
+    heldout: int = 8,
+    top_k: int = 16,
+    seed: int = 0,
+    length: int = 60,
+    rows: SampledRows | None = None,
 ) -> str:
     """A published cache of random documents of 5 to `length` tokens, in three shards, with a held-out split."""
     model = LlamaForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
-    spec = spec_for(teacher, top_k=top_k)
+    spec = spec_for(teacher, top_k=top_k, rows=rows)
     writer = teachercache.create(url, spec, tokenizer_files=teacher, probe=False)
     rng = np.random.default_rng(seed)
     records = []
@@ -118,7 +148,8 @@ def make_cache(
         # Twenty different tokens: what follows one can be learnt from a few thousand rows and holds in the other split.
         ids = 3 + 15 * rng.integers(0, 20, size=int(rng.integers(5, length + 1)))
         split = "train" if index < documents else "heldout"
-        records.append(teacher_record(model, f"doc-{index:04d}", ids, top_k=top_k, split=split))
+        record = teacher_record(model, f"doc-{index:04d}", ids, top_k=top_k, split=split)
+        records.append(record if rows is None else sampled(record, model, spec))
     for shard in range(3):
         writer.commit(f"shard-{shard}", records[shard::3])
     writer.publish(allow_partial=True)

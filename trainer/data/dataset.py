@@ -44,6 +44,8 @@ class DataCounts:
     rows_cut: int = 0
     """Rows of truncated and dropped documents that were not used."""
     without_rows: int = 0
+    rows_left_out: int = 0
+    """Rows that data.rows kept out of the loss; their tokens stay as context."""
 
 
 class _Pooled(NamedTuple):
@@ -73,6 +75,7 @@ class PackedCache(IterableDataset[PackedSequence]):
     blocks_per_flush blocks until the packer empties itself: a resumed run re-reads at most this much
     weights    source -> weight: records of a source are kept with probability weight / largest weight, decided by a
                hash of seed, epoch and document, so the choice does not depend on the order of reading
+    entropy_above, entropy_below   nats: rows of another teacher entropy have no loss; their tokens stay as context
     rank, world_size  of N processes rank r takes every N-th sequence of one global order and builds tensors of those
                alone; its states are those after a whole round of N, so a run may continue with another N
     In a DataLoader (batch_size=None) the workers share the sequences the same way, and they arrive in the order that
@@ -95,6 +98,8 @@ class PackedCache(IterableDataset[PackedSequence]):
         block_sequences: int = 16,
         blocks_per_flush: int = 16,
         weights: dict[str, float] | None = None,
+        entropy_above: float | None = None,
+        entropy_below: float | None = None,
         rank: int = 0,
         world_size: int = 1,
         state: dict[str, Any] | None = None,
@@ -103,6 +108,7 @@ class PackedCache(IterableDataset[PackedSequence]):
             raise UsageError(f"rank {rank} must lie in [0, world_size {world_size})")
         self.cache, self.split, self.seed, self.epochs = cache, split, seed, epochs
         self.shuffle, self.pad, self.long_documents, self.weights = shuffle, pad, long_documents, weights or {}
+        self.entropy_above, self.entropy_below = entropy_above, entropy_below
         self.block_sequences, self.blocks_per_flush = block_sequences, blocks_per_flush
         self.rank, self.world_size = rank, world_size
         self._seq_len = seq_len
@@ -242,7 +248,9 @@ class PackedCache(IterableDataset[PackedSequence]):
                 return True
             counts.documents += 1
             counts.tokens_read += len(record.input_ids)
-            kept = self._pieces(record, seq_len, counts) if self._sampled(record, epoch) else []
+            sampled = self._sampled(record, epoch)
+            record = self._choose_rows(record, counts) if sampled else record
+            kept = self._pieces(record, seq_len, counts) if sampled else []
             covered = 0
             for piece, stop in kept:
                 counts.tokens_pending += stop - covered
@@ -280,6 +288,24 @@ class PackedCache(IterableDataset[PackedSequence]):
         piece = cut_record(record, 0, seq_len)
         counts.rows_cut += rows - int(np.count_nonzero(piece.record.loss_mask))
         return [(piece, tokens)]
+
+    def _choose_rows(self, record: Record, counts: DataCounts) -> Record:
+        """Return the record without loss in rows that the entropy leaves out. TeacherCacheError where it is unknown."""
+        above, below, entropy = self.entropy_above, self.entropy_below, record.entropy
+        if above is None and below is None:
+            return record
+        if entropy is None or np.isnan(entropy).any():
+            raise TeacherCacheError(
+                f"data.rows chooses by the teacher's entropy, but rows of document {record.doc_id} have none: this cache "
+                "was made by an engine that does not give it; drop data.rows"
+            )
+        chosen = np.ones(len(entropy), dtype=bool)
+        if above is not None:
+            chosen &= entropy > above
+        if below is not None:
+            chosen &= entropy < below
+        counts.rows_left_out += int(np.count_nonzero(record.loss_mask & ~chosen))
+        return replace(record, loss_mask=record.loss_mask & chosen)
 
     def _sampled(self, record: Record, epoch: int) -> bool:
         if not self.weights:

@@ -11,6 +11,7 @@ import torch
 
 from teachercache import Record
 from teachercache.parquet.block import ROW_DTYPES
+from trainer.losses import TeacherRows
 
 NO_LABEL = -100
 """The label of a row whose next token lies outside the record: no cross-entropy there."""
@@ -35,6 +36,8 @@ class PackedSequence:
     tail_logprob             float32 [R]
     labels                   int64 [R]  the real next token, or NO_LABEL
     documents                (doc_id, window) of each document, for error messages
+    exact, entropy           int64, float32 [R] of each row, as TeacherRows has them; None of top-K rows
+    sources                  source of each document
     tokens_done              tokens of the run trained on after this sequence, or discarded so far: its progress
     state                    where PackedCache continues after this sequence; None where it was packed otherwise
     """
@@ -50,11 +53,24 @@ class PackedSequence:
     documents: tuple[tuple[str, int], ...]
     tokens_done: int
     state: dict[str, Any] | None = None
+    exact: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    sources: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
         """R: the teacher rows of the sequence."""
         return self.row_index.numel()
+
+    def teacher_rows(self, part: slice = slice(None), valid: torch.Tensor | None = None) -> TeacherRows:
+        """Return some of the teacher rows; `valid` [R] is theirs, where not all of them count."""
+        rows = TeacherRows(self.topk_ids, self.topk_logprobs, self.tail_logprob, valid, self.exact, self.entropy)
+        return rows[part]
+
+    def row_documents(self) -> torch.Tensor:
+        """Return int64 [R], the index of the document that each teacher row belongs to."""
+        ends = torch.tensor(self.document_lengths, device=self.row_index.device).cumsum(0)
+        return torch.searchsorted(ends, self.row_index, right=True)
 
     @property
     def num_padding(self) -> int:
@@ -109,6 +125,7 @@ def _pack(
     def rows(name: str, dtype: Any) -> torch.Tensor:
         return joined((getattr(record, name)[keep] for record, keep in zip(records, kept, strict=True)), dtype)
 
+    sampled = all(record.exact is not None for record in records)
     return PackedSequence(
         input_ids=joined(ids, np.int64),
         position_ids=joined((np.arange(length) for length in lengths), np.int64),
@@ -121,6 +138,9 @@ def _pack(
         labels=joined((after[p] for after, p in zip(following, positions, strict=True)), np.int64),
         documents=tuple((record.doc_id, int(record.window)) for record in records),
         tokens_done=tokens_done,
+        exact=rows("exact", np.int64) if sampled else None,
+        entropy=rows("entropy", np.float32) if sampled else None,
+        sources=tuple(record.source for record in records),
     )
 
 

@@ -34,7 +34,7 @@ def dense_losses(
         ids, log_s_tail = rows.topk_ids, rows.tail_logprob / t
         cached = torch.zeros_like(z, dtype=torch.bool).scatter_(1, ids, True)  # [N, V]
         log_s = torch.full_like(z, -math.inf).scatter_(1, ids, rows.topk_logprobs / t)  # [N, V]
-        if options.tail != "none":
+        if options.tail not in ("none", "sampled"):
             total = torch.logsumexp(log_s, dim=1)
             total = torch.logaddexp(total, log_s_tail) if has_tail else total
             log_s, log_s_tail = log_s.sub_(total[:, None]), log_s_tail - total

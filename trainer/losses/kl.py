@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.losses.dense import dense_losses
 from trainer.losses.forward_chunked import forward_chunked_loss
 from trainer.losses.fused import default_chunk_size, fused_loss
-from trainer.losses.options import METHODS, LossOptions
+from trainer.losses.options import METHODS, TAILS, LossOptions
 from trainer.losses.products import accumulator_dtype
 from trainer.losses.rows import TeacherRows
 
@@ -34,7 +34,7 @@ def kl_loss(
     validate: bool = True,
     **overrides: Any,
 ) -> Tensor:
-    """Return the distillation loss of a student's last hidden states against cached top-K teacher rows.
+    """Return the distillation loss of a student's last hidden states against cached teacher rows.
 
     hidden       [N, d]  bf16, fp16, fp32 or fp64; the student's last hidden states
     head_weight  [V, d]  same dtype; its gradient is summed in float32 over the whole call
@@ -44,7 +44,10 @@ def kl_loss(
 
     options      a LossOptions; its fields may also be given, or changed, as keywords:
       tail         "bucket": KL over the K cached outcomes and "anything else". "none": the sum over the K
-                   with p as it is (can go negative). "renormalize": the K with p / sum(p).
+                   with p as it is (can go negative). "renormalize": the K with p / sum(p). "sampled", of sampled
+                   rows (rows.exact): -H(p) - sum p^ log q, an unbiased estimate of the KL over the full vocabulary
+                   and of its gradient; can be negative in a row; without rows.entropy H is left out. "auto", the
+                   default: "sampled" for sampled rows, else "bucket"
       divergence   "forward" KL(teacher || student); "reverse" KL(student || teacher); "jsd", with
                    m = beta * teacher + (1 - beta) * student: beta * KL(teacher || m) + (1 - beta) * KL(student || m).
                    jsd_beta = 0 and 1 are forward and reverse KL, the limits of JSD / (beta * (1 - beta)).
@@ -73,9 +76,8 @@ def kl_loss(
     """
     options = LossOptions(**overrides) if options is None else replace(options, **overrides)
     if options.tail is None:
-        raise ValueError(
-            "tail must be one of bucket, none, renormalize; None, the full vocabulary, is online_kl_loss's"
-        )
+        raise ValueError(f"tail must be one of {', '.join(TAILS)}; None, the full vocabulary, is online_kl_loss's")
+    options = options.for_rows(sampled=rows.exact is not None)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
     if recompute and method != "fused":
@@ -100,6 +102,30 @@ def kl_loss(
     if hidden.stride(-1) != 1:
         hidden = hidden.contiguous()
     scale = _loss_scale(num_valid, rows, accumulator_dtype(hidden.dtype))
+    constant = None
+    if options.tail == "sampled":
+        rows, constants = rows.estimate(accumulator_dtype(hidden.dtype))
+        constant = options.kd_weight * constants.sum() * scale
+    loss = _by_method(
+        method, hidden, head_weight, bias, rows, labels, scale, options, vocab_size, chunk_size, recompute
+    )
+    return loss if constant is None else loss + constant
+
+
+def _by_method(
+    method: str,
+    hidden: Tensor,
+    head_weight: Tensor,
+    bias: Tensor | None,
+    rows: TeacherRows,
+    labels: Tensor | None,
+    scale: Tensor,
+    options: LossOptions,
+    vocab_size: int,
+    chunk_size: int,
+    recompute: bool,
+) -> Tensor:
+    """Return the sum of the rows' losses times `scale`; of sampled rows, KL against their weights."""
     if method == "fused":
         return fused_loss(hidden, head_weight, bias, rows, labels, scale, options, vocab_size, chunk_size, recompute)
     logits = rows.where_valid(hidden, 0.0) @ head_weight[:vocab_size].t()

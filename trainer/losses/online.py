@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from teachercache.format.sampled import LEAST_MASS, LOG_ZERO, SLACK
 from trainer.losses.fused import default_chunk_size
 from trainer.losses.kl import kl_loss
 from trainer.losses.options import OPTION_NAMES, LossOptions
@@ -74,6 +76,65 @@ def online_kl_loss(
     if isinstance(num_valid, Tensor):
         return torch.where(num_valid > 0, total / num_valid.clamp_min(1), total * 0.0).reshape(())
     return total / num_valid if num_valid else total * 0.0
+
+
+@torch.no_grad()
+def sampled_rows(
+    logits: Tensor, entries: int, exact: int, u: Tensor, valid: Tensor | None = None, chunk_size: int = 1024
+) -> TeacherRows:
+    """Return sampled rows of teacher logits [N, V], as a cache with `rows: {kind: sampled}` holds them.
+
+    exact: the least number of exact entries. u [N] float64 in [0, 1) decides what is drawn.
+    The twin of teachercache/format/sampled.py, which says how and why. Computes in float64, chunk_size rows at a time:
+    about 40 bytes a logit. Raises ValueError unless 1 <= exact < entries <= V.
+    """
+    vocab = logits.shape[1]
+    if not 1 <= exact < entries <= vocab:
+        raise ValueError(f"expected 1 <= exact < entries <= {vocab} logits, found exact {exact}, entries {entries}")
+    if chunk_size < len(logits):
+        parts = [slice(start, start + chunk_size) for start in range(0, len(logits), chunk_size)]
+        found = [sampled_rows(logits[part], entries, exact, u[part]) for part in parts]
+        columns = (torch.cat(column) for column in zip(*(_columns(rows) for rows in found), strict=True))
+        ids, logprobs, tail, counts, entropy = columns
+        return TeacherRows(ids, logprobs, tail, valid, counts, entropy)
+    logprobs = logits.double().log_softmax(dim=1)
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(dim=1)
+    # Ties by id, but for those that topk itself decides at the last entry.
+    top_ids = probs.topk(entries, dim=1).indices.sort(dim=1).values
+    top, order = probs.gather(1, top_ids).sort(dim=1, descending=True, stable=True)
+    top_ids = top_ids.gather(1, order)
+    outside = probs.scatter(1, top_ids, 0.0).sum(dim=1, keepdim=True)
+    after = torch.cat([top, outside], dim=1).flip(1).cumsum(dim=1).flip(1)  # [N, entries + 1]: P(k)
+    k = torch.arange(exact, entries, device=logits.device)
+    ends = top[:, exact:] * (entries - k) <= after[:, exact:entries] * (1 + SLACK)
+    ends[:, -1] = True
+    count = exact + ends.byte().argmax(dim=1)
+    mass = after.gather(1, count[:, None])
+    count = torch.where(mass[:, 0] < LEAST_MASS, entries, count)
+    mass = after.gather(1, count[:, None])[:, 0]
+    # The tail's cumulative weights over ascending ids; the points u, u + 1, ... hit distinct ones.
+    place = torch.arange(entries, device=logits.device).expand_as(top_ids)
+    tail = probs.scatter(1, top_ids, torch.where(place < count[:, None], 0.0, top))
+    cumulative = tail.cumsum(dim=1)
+    draws = (entries - count).clamp_min(1)
+    step = cumulative[:, -1] / draws
+    points = (u[:, None].to(probs) + (place - count[:, None]).clamp_min(0)) * step[:, None]
+    last = torch.where(tail > 0, torch.arange(vocab, device=logits.device), 0).amax(dim=1, keepdim=True)
+    drawn = torch.minimum(torch.searchsorted(cumulative, points, right=True), last)
+    is_drawn = place >= count[:, None]
+    ids = torch.where(is_drawn, drawn, top_ids)
+    tail_logprob = mass.log().clamp_min(math.log(LEAST_MASS))
+    weight = mass.log() - draws.log()
+    kept = torch.where(is_drawn, weight[:, None], top.log().clamp_min(LOG_ZERO))
+    dtype = accumulator_dtype(logits.dtype)
+    return TeacherRows(ids, kept.to(dtype), tail_logprob.to(dtype), valid, count, entropy.to(dtype))
+
+
+def _columns(rows: TeacherRows) -> tuple[Tensor, ...]:
+    assert rows.exact is not None
+    assert rows.entropy is not None
+    return rows.topk_ids, rows.topk_logprobs, rows.tail_logprob, rows.exact, rows.entropy
 
 
 def _chunk_sum(

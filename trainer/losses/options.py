@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field
 
-Tail = Literal["bucket", "none", "renormalize"]
+Tail = Literal["auto", "bucket", "none", "renormalize", "sampled"]
 Divergence = Literal["forward", "reverse", "jsd"]
 Method = Literal["fused", "forward_chunked", "dense"]
-TAILS: tuple[str, ...] = get_args(Tail)
+TAILS: tuple[str, ...] = get_args(Tail)[1:]  # `auto` becomes one of them when the rows are known
 DIVERGENCES: tuple[str, ...] = get_args(Divergence)
 METHODS: tuple[str, ...] = get_args(Method)
 
@@ -25,19 +25,23 @@ class Objective:
     | none        | forward               | 1           | yes                   |
     | renormalize | forward               | 1           | yes                   |
     | renormalize | forward               | any > 0     | no                    |
+    | sampled     | forward               | 1           | yes                   |
     | None        | forward, reverse, jsd | any > 0     | no                    |
 
     Soft-cap, bias, vocabulary mask and invalid rows go with every line. All else raises ValueError. `tail=None` is the
-    full vocabulary, which needs a live teacher: `online_kl_loss` takes it, `kl_loss` refuses it.
+    full vocabulary, which needs a live teacher: `online_kl_loss` takes it, `kl_loss` refuses it. `auto` is `sampled` for
+    sampled rows and `bucket` for top-K rows; each kind refuses the other's tails.
     """
 
     tail: Annotated[
         Tail | None,
         Field(
             description="Where the mass outside the cached K goes: into one more outcome (`bucket`), nowhere (`none`), or "
-            "to the K (`renormalize`). With loss.method=online, null is the full vocabulary."
+            "to the K (`renormalize`). Sampled rows have no outside: their weights estimate the full vocabulary "
+            "(`sampled`). `auto` is `sampled` on a sampled cache, else `bucket`. With loss.method=online, null is the "
+            "full vocabulary."
         ),
-    ] = "bucket"
+    ] = "auto"
     divergence: Annotated[
         Divergence,
         Field(description="`forward` is KL(teacher || student), `reverse` KL(student || teacher), `jsd` between them."),
@@ -55,8 +59,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of range or a combination that is not in the table."""
-        if self.tail not in (*TAILS, None):
-            raise ValueError(f"tail must be one of {', '.join(TAILS)}, or None online, found {self.tail!r}")
+        if self.tail not in ("auto", *TAILS, None):
+            raise ValueError(f"tail must be one of auto, {', '.join(TAILS)}, or None online, found {self.tail!r}")
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, found {self.divergence!r}")
         if not 0.0 <= self.jsd_beta <= 1.0:
@@ -67,7 +71,13 @@ class Objective:
             raise ValueError(f"ce_weight must lie in [0, 1], found {self.ce_weight}")
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss must be non-negative and finite, found {self.z_loss}")
-        if self.divergence != "forward" and self.tail not in ("bucket", None):
+        if self.tail == "sampled" and (self.divergence != "forward" or self.temperature != 1.0):
+            raise ValueError(
+                f"sampled rows estimate forward KL at temperature 1 alone, found divergence={self.divergence!r} at "
+                f"temperature {self.temperature}; set data.top_k (rows.truncate) to at most the rows' least number of "
+                "exact entries, which are then top-K rows with tail='bucket', or take a top-K cache"
+            )
+        if self.divergence != "forward" and self.tail not in ("auto", "bucket", None):
             raise ValueError(
                 f"divergence={self.divergence!r} needs tail='bucket' (on a sub-mass it has no useful minimum), "
                 f"found tail={self.tail!r}"
@@ -105,6 +115,20 @@ class Objective:
         if self.divergence == "jsd" and self.jsd_beta in (0.0, 1.0):
             return "forward" if self.jsd_beta == 0.0 else "reverse"
         return self.divergence
+
+    def for_rows(self, sampled: bool) -> Self:
+        """Return these options with `auto` resolved for rows of a kind; ValueError for a tail of the other kind."""
+        if self.tail == "auto":
+            return replace(self, tail="sampled" if sampled else "bucket")
+        if sampled != (self.tail == "sampled"):
+            raise ValueError(
+                f"tail={self.tail!r} does not go with sampled rows: their drawn entries are no top K; use tail='sampled', "
+                "or rows.truncate (data.top_k) of at most the least number of exact entries"
+                if sampled
+                else "tail='sampled' needs the unbiased rows of a sampled cache, found top-K rows, which say nothing of "
+                "what is outside the K; use tail='bucket', or make a cache with rows: {kind: sampled}"
+            )
+        return self
 
     def for_head(self, softcap: float | None) -> LossOptions:
         """Return the options of this objective on a head with that soft-cap."""

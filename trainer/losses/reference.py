@@ -27,6 +27,15 @@ def _divergence(log_teacher: Tensor, log_student: Tensor, options: LossOptions) 
     return beta * _kl(log_teacher, log_mixture) + (1 - beta) * _kl(log_student, log_mixture)
 
 
+def _sampled_kd(z: Tensor, ids: Tensor, logprobs: Tensor, tail_logprob: Tensor, exact: int, entropy: Tensor) -> Tensor:
+    kept, drawn = logprobs[:exact].exp(), tail_logprob.exp().expand(len(ids) - exact)
+    if len(drawn):  # they share the mass outside the exact entries evenly; all exact: nothing is outside
+        kept, drawn = kept / kept.sum() * (1 - tail_logprob.exp()), drawn / len(drawn)
+    else:
+        kept = kept / kept.sum()
+    return -entropy - (torch.cat([kept, drawn]) * torch.log_softmax(z, dim=0)[ids]).sum()
+
+
 def _row_kd(z: Tensor, ids: Tensor, logprobs: Tensor, tail_logprob: Tensor, options: LossOptions) -> Tensor:
     t = options.temperature
     if options.tail == "none":
@@ -57,6 +66,7 @@ def reference_loss(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return what `kl_loss` means, a differentiable float64 scalar in nats; head rows from vocab_size on are cut."""
+    options = options.for_rows(sampled=rows.exact is not None)
     logits = hidden.double() @ head_weight.double()[:vocab_size].T
     if bias is not None:
         logits = logits + bias.double()[:vocab_size]
@@ -69,7 +79,13 @@ def reference_loss(
             continue
         count += 1
         z = logits[i]
-        kd = _row_kd(z, rows.topk_ids[i].long(), rows.topk_logprobs[i].double(), rows.tail_logprob[i].double(), options)
+        row_of_teacher = rows.topk_ids[i].long(), rows.topk_logprobs[i].double(), rows.tail_logprob[i].double()
+        if options.tail == "sampled":
+            assert rows.exact is not None
+            entropy = torch.zeros_like(total) if rows.entropy is None else rows.entropy[i].double()
+            kd = _sampled_kd(z, *row_of_teacher, int(rows.exact[i]), entropy)
+        else:
+            kd = _row_kd(z, *row_of_teacher, options)
         row = options.kd_weight * kd
         if options.ce_weight:
             assert labels is not None

@@ -49,7 +49,7 @@ def student_logits(raw: Tensor, bias: Tensor | None, options: LossOptions) -> Te
 def teacher_log_vector(rows: TeacherRows, options: LossOptions, has_outside: bool) -> Tensor:
     """Return log s of prepared rows, [n, K] or [n, K+1] with the tail: normalised and tempered."""
     logprobs = rows.topk_logprobs
-    if options.tail == "none":
+    if options.tail in ("none", "sampled"):
         return logprobs
     if options.tail == "bucket" and has_outside:
         logprobs = torch.cat([logprobs, rows.tail_logprob[:, None]], dim=1)

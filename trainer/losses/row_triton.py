@@ -36,7 +36,7 @@ from trainer.losses.rows import TeacherRows
 # The K cached entries of a row are one vector of the kernel; beyond this the torch twin runs.
 MAX_K = 4096
 
-_TAIL: dict[str | None, int] = {"bucket": 0, "none": 1, "renormalize": 2}
+_TAIL: dict[str | None, int] = {"bucket": 0, "none": 1, "sampled": 1, "renormalize": 2}
 _DIVERGENCE = {"forward": 0, "reverse": 1, "jsd": 2}
 
 

@@ -116,6 +116,18 @@ def one_sided_case(*, on_cached: bool = False, seed: int = 0, device: str = "cpu
     return Case(hidden.to(device, dtype), head_weight.to(device, dtype), rows.to(device), labels, None, None)
 
 
+def rows_for(case: Case, options: dict) -> TeacherRows:
+    """The case's rows, as sampled ones where the tail asks for these: from 1 to K of the entries are exact."""
+    rows = case.rows
+    if options.get("tail") != "sampled":
+        return rows
+    index = torch.arange(len(rows), device=rows.topk_ids.device)
+    exact = 1 + index % rows.top_k
+    outside = torch.arange(rows.top_k, device=index.device) >= exact[:, None]
+    tail = torch.cat([rows.tail_logprob[:, None], rows.topk_logprobs.masked_fill(~outside, -torch.inf)], dim=1)
+    return replace(rows, tail_logprob=tail.logsumexp(dim=1), exact=exact, entropy=1.5 + 0.1 * index)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Loss and gradients, all float64 on the CPU; the bias's is None where there is none."""
@@ -159,7 +171,7 @@ def run(case: Case, options: dict, *, upstream: float = 3.0, **call: object) -> 
     loss = kl_loss(
         leaves[0],  # type: ignore[arg-type]
         leaves[1],  # type: ignore[arg-type]
-        case.rows,
+        rows_for(case, options),
         labels=case.labels,
         bias=leaves[2],
         vocab_size=case.vocab_size,
@@ -171,7 +183,7 @@ def run(case: Case, options: dict, *, upstream: float = 3.0, **call: object) -> 
 def exact(case: Case, options: dict, *, upstream: float = 3.0, num_valid: float | None = None) -> Outcome:
     """The float64 twin on the CPU, starting from the same rounded inputs."""
     leaves = [_leaf(x, torch.float64, "cpu") for x in (case.hidden, case.head_weight, case.bias)]
-    rows, labels = case.rows.to("cpu"), case.labels.cpu()
+    rows, labels = rows_for(case, options).to("cpu"), case.labels.cpu()
     hidden = leaves[0]
     assert hidden is not None
     if rows.valid is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.trainer.losses.cases import MODE_SEEKING, accepted_kd, exact, make_case, one_sided_case, run
-from trainer.losses import TeacherRows, kl_loss
+from trainer.losses import TeacherRows, kl_loss, online_kl_loss
+from trainer.losses.online import sampled_rows
 
 
 @pytest.mark.parametrize(
@@ -235,3 +238,66 @@ def test_a_student_with_all_its_mass_on_one_outcome_keeps_its_digits(options: di
         for method in ("fused", "forward_chunked", "dense"):
             error = run(case, options, method=method).relative_error(truth)
             assert error <= 5e-6, (method, seed, error)
+
+
+def test_the_gradient_of_sampled_rows_is_unbiased() -> None:
+    """The mean over 4,000 draws is full-vocabulary KL's to chance, and the values' mean is its value."""
+    torch.manual_seed(1)
+    n, d, v, entries, draws = 3, 6, 131, 8, 4000
+    hidden, head = (torch.randn(*shape, dtype=torch.float64) for shape in ((n, d), (v, d)))
+    teacher = torch.randn(n, v, dtype=torch.float64) * 2
+
+    def gradient(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, head)]
+        value = loss(*leaves)
+        value.backward()
+        return value.detach(), torch.cat([x.grad.flatten() for x in leaves])  # type: ignore[union-attr]
+
+    loss, truth = gradient(lambda h, w: online_kl_loss(h, w, teacher))
+    # A hundred draws a call: the chance of a mean over them is a tenth of one draw's.
+    calls, each = 40, draws // 40
+    rows = sampled_rows(teacher.repeat(draws, 1), entries, 2, torch.rand(draws * n, dtype=torch.float64))
+    for method in ("fused", "forward_chunked", "dense"):
+        found = [
+            gradient(lambda h, w, i=i, m=method: kl_loss(h.repeat(each, 1), w, rows[i : i + each * n], method=m))
+            for i in range(0, draws * n, each * n)
+        ]
+        values, gradients = (torch.stack(x) for x in zip(*found, strict=True))
+        chance = gradients.var(dim=0).sum().sqrt() / calls**0.5
+        assert (gradients.mean(dim=0) - truth).norm() <= 1.2 * chance, method
+        assert abs(values.mean() - loss) <= 4 * values.std() / calls**0.5
+        assert chance <= 0.05 * truth.norm()
+
+
+@pytest.mark.parametrize("method", ["fused", "forward_chunked", "dense"])
+def test_sampled_rows_of_the_whole_vocabulary_are_the_full_divergence(method: str) -> None:
+    torch.manual_seed(0)
+    hidden, head, teacher = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 6), (17, 6), (5, 17)))
+    p = teacher.softmax(dim=1)
+    entropy = -(p * p.log()).sum(dim=1)
+    top = TeacherRows.from_logits(teacher, 17)
+    rows = replace(top, exact=torch.full((5,), 17), entropy=entropy)
+    full = online_kl_loss(hidden, head, teacher)
+    torch.testing.assert_close(kl_loss(hidden, head, rows, method=method), full)
+    without = kl_loss(hidden, head, replace(rows, entropy=None), method=method)  # the cross-entropy
+    torch.testing.assert_close(without, full + entropy.mean())
+
+
+def test_sampled_rows_refuse_other_tails_and_cut_to_exact_entries() -> None:
+    torch.manual_seed(0)
+    hidden, head, teacher = torch.randn(4, 6), torch.randn(50, 6), torch.randn(4, 50)
+    rows = sampled_rows(teacher, 8, 3, torch.rand(4, dtype=torch.float64))
+    for tail in ("bucket", "none", "renormalize"):
+        with pytest.raises(ValueError, match="does not go with sampled rows"):
+            kl_loss(hidden, head, rows, tail=tail)
+    for wanted in ({"divergence": "reverse"}, {"divergence": "jsd"}, {"temperature": 2.0}):
+        with pytest.raises(ValueError, match=r"forward KL at temperature 1 alone.*data.top_k"):
+            kl_loss(hidden, head, rows, **wanted)
+        cut, top = rows.truncate(3), TeacherRows.from_logits(teacher, 3)
+        torch.testing.assert_close(kl_loss(hidden, head, cut, **wanted), kl_loss(hidden, head, top, **wanted))
+    with pytest.raises(ValueError, match="as few as 3 exact"):
+        rows.truncate(4)
+    with pytest.raises(ValueError, match=r"needs the unbiased rows.*kind: sampled"):
+        kl_loss(hidden, head, TeacherRows.from_logits(teacher, 8), tail="sampled")
+    with pytest.raises(ValueError, match=r"exact entries outside \[1, 8\]"):
+        kl_loss(hidden, head, replace(rows, exact=torch.zeros(4, dtype=torch.int64)))

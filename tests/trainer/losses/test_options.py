@@ -50,7 +50,7 @@ def test_the_options_names_are_spelled_in_one_place() -> None:
 def test_the_configuration_takes_the_options_fields_and_their_validation() -> None:
     fields = [field.name for field in dataclasses.fields(Objective)]
     assert list(OPTION_NAMES) == [*fields, "softcap"]
-    assert set(LossConfig.model_fields) == {*fields, "method", "chunk_size", "recompute"}
+    assert set(LossConfig.model_fields) == {*fields, "method", "chunk_size", "recompute", "rows"}
     assert "softcap" not in LossConfig.model_fields  # the student's head has it
     for name in fields:
         assert LossConfig.model_fields[name].description
@@ -96,4 +96,5 @@ def test_the_table_of_accepted_combinations_is_complete() -> None:
         ("forward", "none", False),
         ("forward", "renormalize", False),
         ("forward", "renormalize", True),
+        ("forward", "sampled", False),
     }

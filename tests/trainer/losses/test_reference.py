@@ -80,7 +80,7 @@ def random_call(draw: st.DrawFn) -> tuple[dict, dict, dict]:
         "seed": draw(st.integers(0, 2**31)),
     }
     tail = draw(st.sampled_from(TAILS))
-    tempered = tail != "none" and draw(st.booleans())
+    tempered = tail not in ("none", "sampled") and draw(st.booleans())
     mixable = not (tail == "renormalize" and tempered)
     options = {
         "tail": tail,
