@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from teachercache.errors import UsageError
+from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.format.objects import COUNTS
 from teachercache.format.record import Record
 from teachercache.read.cache import Cache, incomplete_message
@@ -88,6 +88,10 @@ class TokenText:
             self.note = ""
         except UsageError as error:
             self.note = str(error)
+        except TeacherCacheError:
+            raise
+        except Exception as error:  # tokenizers raises nothing finer for a file that is no tokenizer
+            self.note = f"{cache.url} holds a tokenizer.json that cannot be read ({error}); ids are shown instead."
 
     def __call__(self, token: int) -> str:
         """Return one token's text, with a blank as a middle dot."""
