@@ -29,7 +29,7 @@ class Reader:
         self._process = context.Process(target=worker.serve, args=(theirs, self.kinds), daemon=True)
         self._process.start()
         theirs.close()
-        assert self._pipe.poll(SECONDS), "the reader does not start"
+        assert self._pipe.poll(10 * SECONDS), "the reader does not start"
         self._pipe.recv()
 
     def ask(self, kind: str, changes: Any) -> tuple[str, str]:
@@ -86,4 +86,4 @@ def fuzz(
 
 def reader_of(kind: str) -> str:
     """Return which process reads a kind."""
-    return "cache" if kind in CACHE else "trainer"
+    return "cache" if kind in CACHE else "state" if kind == "state" else "trainer"

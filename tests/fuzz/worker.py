@@ -39,7 +39,7 @@ def serve(pipe: Connection, kinds: str) -> None:
     os.environ.update(HOME=str(sandbox), TMPDIR=str(sandbox), XDG_CACHE_HOME=str(sandbox / "cache"))
     tempfile.tempdir = str(sandbox)
     warnings.simplefilter("ignore")
-    base = Trainer(sandbox) if kinds == "trainer" else Cache(sandbox)
+    base = Cache(sandbox) if kinds == "cache" else Trainer(sandbox, resume=kinds == "state")
     sys.addaudithook(_watch(str(sandbox)))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
@@ -288,8 +288,7 @@ def _sealed(value: Any) -> bytes:
 class Trainer:
     """A run's folder with three checkpoints, whose index or state is mutated; and training files."""
 
-    def __init__(self, sandbox: Path) -> None:
-        import trainer.resume
+    def __init__(self, sandbox: Path, *, resume: bool) -> None:
         from trainer.checkpoint import CheckpointFolder
         from trainer.config import load_config
 
@@ -341,7 +340,7 @@ class Trainer:
             run = self.folder(str(root))
             run.index()
             run.sweep()
-            self.resume.newest(run)
+            self.newest(run)
             run.save(4, partial(self._write, 4), heldout_kl=0.1, keep_last=1)
         finally:
             assert (root.parent / "x").is_dir(), "a folder outside the run was removed"
