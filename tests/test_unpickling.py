@@ -27,16 +27,13 @@ def unsafe(text: str) -> list[str]:
     for name, call in calls(text):
         module, _, verb = name.rpartition(".")
         options = {word.arg: ast.unparse(word.value) for word in call.keywords}
-        if module.split(".")[0] in UNSAFE and verb in ("load", "loads", "Unpickler", "open"):
-            found.append(name)
-        elif name == "torch.load" and options.get("weights_only") != "True":
-            found.append("torch.load without weights_only=True")
-        elif verb in ("load", "lib.format.read_array") and options.get("allow_pickle", "False") != "False":
-            found.append("numpy with allow_pickle")
-        elif (
-            (name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load") and "Safe" not in ast.unparse(call))
+        if (
+            (module.split(".")[0] in UNSAFE and verb in ("load", "loads", "Unpickler", "open"))
+            or (name == "torch.load" and options.get("weights_only") != "True")
+            or (options.get("allow_pickle", "False") != "False")
+            or (name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load") and "Safe" not in ast.unparse(call))
             or verb == "read_pickle"
-            or (verb == "from_pretrained" and options.get("use_safetensors") == "False")
+            or options.get("use_safetensors") == "False"
         ):
             found.append(name)
     for node in ast.walk(ast.parse(text)):

@@ -292,12 +292,12 @@ class Trainer:
         from trainer.checkpoint import CheckpointFolder
         from trainer.config import load_config
 
-        self.sandbox, self.load_config, self.folder, self.resume = (
-            sandbox,
-            load_config,
-            CheckpointFolder,
-            trainer.resume,
-        )
+        self.sandbox, self.load_config, self.folder = sandbox, load_config, CheckpointFolder
+        self.newest: Callable[[Any], object] = lambda run: None
+        if resume:  # imports torch, which takes its time
+            from trainer.resume import newest
+
+            self.newest = newest
         self.base = sandbox / "run-base"
         run = CheckpointFolder(str(self.base))
         for step in (1, 2, 3):
