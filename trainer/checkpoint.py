@@ -95,8 +95,8 @@ class CheckpointFolder:
         Raises TeacherCacheError when the file is damaged, and UnsafeManifest when it names what is no checkpoint of
         this run: folders of this index are read and removed, so this is where each of its names is judged.
         """
-        text = self.get_text(INDEX)
         try:
+            text = self.get_text(INDEX)
             index = CheckpointIndex.model_validate_json(text) if text else CheckpointIndex()
         except ValueError as error:
             raise TeacherCacheError(f"{self.url}/{INDEX} is damaged: remove it to start anew, or restore it") from error

@@ -305,13 +305,11 @@ class Trainer:
         self.train = Path("deploy/examples/demo-train.yaml").read_bytes()
 
     def _write(self, step: int, folder: Path) -> None:
+        data = {"epoch": 0, "stream": None, "used": 0}
         state = {
-            "step": step,
-            "rows": 5,
-            "tokens": 9,
-            "mean_loss": 1.5,
-            "data": {"epoch": 0, "stream": None, "used": 0},
-        }
+            "step": step, "rows": 5, "tokens": 9, "mean_loss": 1.5, "data": data, "manifest_number": 1, "config": {},
+            "spec_digest": "0" * 64,
+        }  # fmt: skip
         (folder / "config.json").write_text("{}")
         (folder / "trainer_state.json").write_text(json.dumps(state))
 
