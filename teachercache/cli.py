@@ -270,6 +270,8 @@ def verify(
     with progress_bar("verifying") as progress:
         found = run_verify(store, spec, pinned, sample=sample, threads=threads, state=state, progress=progress)
     lines = [f"{problem.code} {problem.message}" for problem in found.problems]
+    if found.strange:
+        note(f"{len(found.strange):,} objects with strange names were ignored: {', '.join(found.strange[:10])}", "note")
     number = "no manifest" if found.manifest is None else f"manifest {found.manifest}"
     what = f"{found.files_read:,} of {found.files:,} files read, {found.records:,} records, {found.rows:,} rows"
     if found.files_skipped:

@@ -58,6 +58,7 @@ class Verification:
     records: int = 0
     rows: int = 0
     problems: list[Problem] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)  # objects whose names no cache has; every command ignores them
 
     @property
     def ok(self) -> bool:
@@ -105,8 +106,9 @@ def verify(
     with found.collecting(layout.MANIFESTS):
         manifest = manifest or Ledger(store, spec).newest_manifest()
     found.manifest = manifest.number if manifest else None
-    data = {o.path: o.size for o in store.list(layout.DATA)}
-    listed = [o.path for o in store.list(layout.COMMITS) if o.path.endswith(".json")]
+    data = {o.path: o.size for o in store.list("")}
+    found.strange = [path for path in data if layout.is_strange(path)]
+    listed = [path for path in data if layout.committed_shard(path)]
     draw = random.Random(0)
     if sample is None:
         commits = _check_commits(store, spec, listed, found)
@@ -120,7 +122,7 @@ def verify(
         commits = _check_commits(store, spec, sorted(names.intersection(listed)), found)
         _check_sampled(files, chosen, commits, set(listed), found)
     if manifest:
-        plans = _check_plans(store, manifest, sample, draw, found)
+        plans = _check_plans(store, manifest, sample, draw, data, found)
         if sample is None and plans is not None:
             _check_shards(manifest, commits, plans, found)
     with found.collecting(layout.TOKENIZER):
@@ -210,10 +212,14 @@ def _check_sampled(
 
 
 def _check_plans(
-    store: Store, manifest: Manifest, sample: int | None, draw: random.Random, found: Verification
+    store: Store,
+    manifest: Manifest,
+    sample: int | None,
+    draw: random.Random,
+    there: Collection[str],
+    found: Verification,
 ) -> list[Plan] | None:
     """Return the manifest's plans, all of them; None where one is missing or was not in the sample."""
-    there = {o.path for o in store.list(layout.PLANS)}
     digests = manifest.plans
     if sample is not None and sample < len(digests):
         digests = draw.sample(digests, sample)
@@ -232,47 +238,35 @@ def _check_plans(
 
 
 def _check_shards(manifest: Manifest, commits: Sequence[Commit], plans: Sequence[Plan], found: Verification) -> None:
-    """Compare what a manifest says of its shards with what commits and plans give.
-
-    A commit without files, or one whose replacement does not count, leaves no trace in a manifest: it may have come
-    before or after it. Both are accepted.
-    """
+    """Compare what a manifest says of its shards with what commits and plans give."""
     path = layout.manifest_path(manifest.number)
-    by_shard = {commit.shard_id: commit for commit in commits}
-    winners = set(manifest.replaced.values())
-    surely = {entry.shard_id for entry in manifest.files} | set(manifest.replaced) | winners
-    perhaps = surely | {c.shard_id for c in commits if not c.files or c.replaces}
+    by_shard, settled = {commit.shard_id: commit for commit in commits}, manifest.settled()
     planned = {shard.shard_id for plan in plans for shard in plan.shards}
-
-    def say(what: str, said: object, least: object, most: object) -> None:
-        expected = f"{least}" if least == most else f"{least} to {most}"
-        text = f"{path} says {what} {said}, its commits and plans give {expected}."
-        found.add(path, CorruptFile(text))
-
-    def between(what: str, said: int, least: int, most: int) -> None:
-        if not least <= said <= most:
-            say(what, said, least, most)
-
-    between("shards_planned", manifest.shards_planned, len(planned), len(planned))
-    committed = [len(planned & shards) if planned else len(shards) for shards in (surely, perhaps)]
-    between("shards_committed", manifest.shards_committed, *committed)
-    between("shards_quarantined", manifest.shards_quarantined, 0, len(planned - surely))
-    if manifest.complete and planned - perhaps:
-        say("complete", True, False, False)
-    elif not manifest.complete and not planned - surely:
-        say("complete", False, True, True)
+    winners = set(manifest.replaced.values())
+    drops: Counter[str] = Counter()
+    for shard in settled & by_shard.keys():
+        if not by_shard[shard].replaces or shard in winners:
+            drops.update(by_shard[shard].drops)
+    missing = planned - settled
+    expected: dict[str, object] = {
+        "shards_planned": len(planned),
+        "shards_committed": len(planned & settled) if planned else len(settled),
+        "shards_quarantined": min(manifest.shards_quarantined, len(missing)),  # since then they may have been committed
+        "complete": not missing,
+        "drops": dict(sorted(drops.items())),
+    }
+    for name, value in expected.items():
+        if getattr(manifest, name) != value:
+            said = f"{path} says {name} {getattr(manifest, name)}, its commits and plans give {value}."
+            found.add(path, CorruptFile(said))
+    for shard in manifest.idle:
+        if shard not in by_shard:
+            found.add(
+                path, MissingObject(f"{path} says that shard {shard} was committed, but no commit of it is there.")
+            )
     for old, new in manifest.replaced.items():
         if new not in by_shard or old not in by_shard[new].replaces:
-            say(f"that shard {old} was replaced by", new, "no such replacement", "no such replacement")
-    least: Counter[str] = Counter()
-    most: Counter[str] = Counter()
-    for commit in commits:
-        if commit.shard_id in surely and (not commit.replaces or commit.shard_id in winners):
-            least.update(commit.drops)
-        if commit.shard_id in perhaps:
-            most.update(commit.drops)
-    for reason in sorted({*manifest.drops, *least}):
-        between(f"drops of {reason!a}", manifest.drops.get(reason, 0), least[reason], most[reason])
+            found.add(path, CorruptFile(f"{path} says that shard {old} was replaced by {new}, whose commit does not."))
 
 
 def _check_bounds(manifest: Manifest, found: Verification) -> None:

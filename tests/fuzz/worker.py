@@ -143,7 +143,8 @@ class Cache:
         case, number, changes, options = plan
         files = dict(self.cases[case])
         prefix = {"data": "data/", "footer": "data/", "table": "data/"}.get(kind, f"{kind}")
-        names = [n for n in files if n.startswith(prefix) and (kind != "tokenizer/" or n.endswith("index.json"))]
+        wanted = {"tokenizer/": "index.json", "data/": ".parquet", "manifests/keys/": ".parquet"}.get(prefix, ".json")
+        names = [n for n in files if n.startswith(prefix) and n.endswith(wanted)]
         name = names[number % len(names)]
         spec, _ = self.specs[case]
         honest = not options["sealed"]

@@ -114,10 +114,11 @@ def test_a_damaged_file_is_not_remembered_and_a_state_belongs_to_one_cache(cache
         ({"shards_planned": 7}, "says shards_planned 7, its commits and plans give 3"),
         ({"shards_quarantined": 1}, "says shards_quarantined 1, its commits and plans give 0"),
         ({"complete": False}, "says complete False, its commits and plans give True"),
-        ({"drops": {"x": 5}}, "says drops of 'x' 5, its commits and plans give 0"),
-        ({"drops": {}}, "says drops of 'too_long' 0, its commits and plans give 2"),
+        ({"drops": {"x": 5}}, "says drops {'x': 5}, its commits and plans give {'too_long': 2}"),
+        ({"drops": {}}, "says drops {}, its commits and plans give {'too_long': 2}"),
         ({"repeated_content": 3}, "says repeated_content 3, its files give 0"),
-        ({"replaced": {"s0": "s1"}}, "that shard s0 was replaced by s1"),
+        ({"replaced": {"s0": "s1"}}, "that shard s0 was replaced by s1, whose commit does not"),
+        ({"idle": ["gone"]}, "says that shard gone was committed, but no commit of it is there"),
         ({"plans": []}, "says shards_planned 3, its commits and plans give 0"),
     ],
 )
@@ -133,6 +134,14 @@ def test_counts_of_a_manifest_are_derived_again(tmp_path, change, said):
     assert problems(tmp_path / "cache") == ""
     craft(tmp_path / "cache", lambda value: value.update(change))
     assert said in problems(tmp_path / "cache")
+
+
+def test_strange_names_are_named_and_are_no_problem(cache):
+    strange = ["commits/._s0.json", "commits/s0 (1).json", "data/_SUCCESS", "notes.txt"]
+    for name in strange:
+        (cache / name).write_bytes(b"x")
+    found = verify(Store.open(cache), SPEC)
+    assert (found.problems, found.strange) == ([], sorted(strange))
 
 
 def test_a_file_that_a_manifest_leaves_out_of_its_shard_is_found(tmp_path):
