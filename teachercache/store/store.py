@@ -231,9 +231,10 @@ class Store:
 
     def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         """Return the whole object in one request; UnsafeManifest above `max_bytes`, of which no more is read."""
-        if self.is_local and (size := self.head(path).size) > max_bytes:  # a stat costs nothing
-            raise UnsafeManifest(_TOO_LONG.format(path=path, size=f"{size:,}", limit=f"{max_bytes:,}"))
-        data = self._retry(path, lambda: self._first_bytes(path, max_bytes + 1))
+        most = max_bytes
+        if self.is_local and (most := self.head(path).size) > max_bytes:  # a local read allocates what it is asked for
+            raise UnsafeManifest(_TOO_LONG.format(path=path, size=f"{most:,}", limit=f"{max_bytes:,}"))
+        data = self._retry(path, lambda: self._first_bytes(path, most + 1))
         if len(data) > max_bytes:
             raise UnsafeManifest(_TOO_LONG.format(path=path, size=f"more than {max_bytes:,}", limit=f"{max_bytes:,}"))
         return data

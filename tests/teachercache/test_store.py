@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -245,3 +246,18 @@ def test_credentials_in_a_configuration_are_not_repeated_by_its_validator():
 )  # fmt: skip
 def test_a_url_without_credentials_is_not_refused(url):
     refuse_credentials(url)
+
+
+def test_a_small_local_object_is_read_in_little_memory_and_a_pipe_is_none(tmp_path):
+    """Reading "at most 512 MiB" allocated 512 MiB, in each of sixteen threads."""
+    (tmp_path / "small").write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe")
+    store = Store.open(tmp_path)
+    tracemalloc.start()
+    try:
+        assert store.read("small") == b"x"
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(MissingObject):
+        store.read("pipe")

@@ -179,7 +179,10 @@ def test_a_sample_costs_the_same_requests_whatever_the_number_of_shards(s3_url, 
     monkeypatch.setattr(AioBaseClient, "_make_api_call", counted)
     costs = []
     for count in (4, 30):
-        writer_with(f"{s3_url}/{count}", range(count), 1)
+        writer = teachercache.create(f"{s3_url}/{count}", SPEC, probe=False)
+        for i in range(count):
+            writer.commit(f"s{i}", synthetic_records(SPEC, 1, seed=i, prefix=f"s{i}"))
+        writer.publish()
         store = Store.open(f"{s3_url}/{count}")
         asked.clear()
         found = verify(store, Ledger(store).spec(), sample=3)
