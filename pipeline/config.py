@@ -64,8 +64,8 @@ class TeacherConfig(_Strict):
     trust_remote_code: bool = Field(False, description="let transformers and vLLM run code of the model's folder")
     fast_path: Literal["auto", "off", "require"] = Field(
         "auto",
-        description="keep vLLM's tensors instead of rebuilding Python objects and, on CUDA, take the top-K in its worker; "
-        "auto = where this release allows it",
+        description="keep vLLM's tensors instead of rebuilding Python objects, and make the rows in its worker; "
+        "auto = where this release allows it; sampled rows need it",
     )
     canary: bool = Field(
         True,
@@ -324,6 +324,8 @@ class JobConfig(_Strict):
         inputs = (file for corpus in self.corpora for file in corpus.files)
         for url in (self.cache, self.corpus_root or "", self.teacher.model, *inputs):
             check_url(url)
+        if self.rows.kind == "sampled" and self.teacher.engine == "vllm" and self.teacher.fast_path == "off":
+            raise ValueError("rows of kind sampled are made in vLLM's worker; set teacher.fast_path to auto or require")
         size = self.recipe.windows.size
         if size is not None and size + 1 > self.teacher.max_model_len:
             raise ValueError(

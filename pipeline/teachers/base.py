@@ -155,10 +155,15 @@ class Teacher(ABC):
 
     def scored(self, item: PendingInput, columns: Callable[[], Columns]) -> Scored:
         """Return the rows of `columns()`, or the RowsInvalid that it or a check raised; see rows_from_columns."""
-        try:
-            return Scored(item.key, rows_from_columns(item.input_ids, item.row_pos, columns(), self.wanted))
-        except RowsInvalid as error:
-            return Scored(item.key, None, error)
+        return scored(item, columns, self.wanted)
+
+
+def scored(item: PendingInput, columns: Callable[[], Columns], wanted: RowsWanted) -> Scored:
+    """Return the rows of `columns()`, or the RowsInvalid that it or a check raised; see rows_from_columns."""
+    try:
+        return Scored(item.key, rows_from_columns(item.input_ids, item.row_pos, columns(), wanted))
+    except RowsInvalid as error:
+        return Scored(item.key, None, error)
 
 
 def end_tokens(own: int | Sequence[int] | None, stop_ids: Sequence[int]) -> list[int]:

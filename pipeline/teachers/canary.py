@@ -39,12 +39,16 @@ REFERENCE_PARAMETERS = 400_000_000  # largest model that is compared with transf
 def mean_drift(reference: EngineRows, other: EngineRows) -> float:
     """Return the mean over rows of Σ_k p_k |Δ log p_k| in nats; inf where `other` misses more than 5 % of the mass.
 
+    Of sampled rows the exact part is compared: as many entries as both have.
     Weighted by the reference's probability, because bf16 weights move unlikely tokens by half a nat without being wrong.
     """
     drift = missing = 0.0
-    for ids_a, lp_a, ids_b, lp_b in zip(
-        reference.topk_ids, reference.topk_logprobs, other.topk_ids, other.topk_logprobs, strict=True
+    exact = [rows.topk_ids.shape[1] if rows.exact is None else rows.exact for rows in (reference, other)]
+    both_exact = np.broadcast_to(np.minimum(*exact), len(reference.topk_ids))
+    for k, *columns in zip(
+        both_exact, reference.topk_ids, reference.topk_logprobs, other.topk_ids, other.topk_logprobs, strict=True
     ):
+        ids_a, lp_a, ids_b, lp_b = (column[:k] for column in columns)
         order = np.argsort(ids_b)
         place = order[np.minimum(np.searchsorted(ids_b, ids_a, sorter=order), len(ids_b) - 1)]
         both = ids_b[place] == ids_a

@@ -11,7 +11,6 @@ from pipeline.config import GenerateConfig, TeacherConfig
 from pipeline.teachers.base import Columns, Generated, PendingInput, Prompt, RowsWanted, Scored, Teacher, end_tokens
 from teachercache.errors import UsageError
 from teachercache.format.record import key_uniforms
-from teachercache.format.sampled import sample_row
 
 
 class HfTeacher(Teacher):
@@ -104,27 +103,20 @@ class HfTeacher(Teacher):
 
 
 def rows_of_logits(logits: Any, following: Any, wanted: RowsWanted, u: np.ndarray) -> Columns:
-    """Return the rows of logits float32 [N, V] and following tokens [N]; u float64 [N] is for sampled rows.
+    """Return the rows of logits float32 [N, V] and following tokens [N], by the plain twins; u float64 [N] is for draws.
 
     Columns of a padded head, beyond the tokenizer: their mass is in the tail of a top-K row; a sampled row is one of the
     distribution over the tokenizer's ids alone.
     """
     import torch
 
-    rows, target = wanted.rows, following[:, None]
+    from pipeline.teachers.sampled_rows import reference_sampled_rows
+    from pipeline.teachers.topk import reference_row_top_k
+
+    rows = wanted.rows
     if rows.kind == "sampled":
-        p = torch.softmax(logits[:, : wanted.vocab_size].double(), dim=-1)
-        drawn = [
-            sample_row(np.arange(p.shape[1]), p[i].cpu().numpy(), rows.entries, rows.exact, float(u[i]))
-            for i in range(len(p))
-        ]
-        first, entropy = p.gather(1, target).log().float().cpu().numpy(), torch.special.entr(p).sum(1).float()
-        ids = np.concatenate([target.cpu().numpy(), np.concatenate([row.ids for row in drawn])], axis=1)
-        weights = np.concatenate([first, np.stack([row.logprobs for row in drawn])], axis=1)
-        exact, tail = np.array([row.exact for row in drawn]), np.array([row.tail for row in drawn])
-        return Columns(ids.astype(np.int32), weights, entropy.cpu().numpy(), exact, tail)
-    logprobs = torch.log_softmax(logits, dim=-1)
-    top = torch.topk(logprobs[:, : wanted.vocab_size], rows.entries, dim=-1)
-    ids = torch.cat([target, top.indices], dim=1).to(torch.int32).cpu().numpy()
-    values = torch.cat([logprobs.gather(1, target), top.values], dim=1).cpu().numpy()
-    return Columns(ids, values, torch.special.entr(logprobs.exp()).sum(1).cpu().numpy())
+        inside, at = logits[:, : wanted.vocab_size], torch.from_numpy(u).to(logits.device)
+        drawn = reference_sampled_rows(inside, rows, following, at)
+        ids, logprobs, exact, tail, entropy = (column.cpu().numpy() for column in drawn)
+        return Columns(ids, logprobs, entropy, exact, tail)
+    return Columns(*(c.cpu().numpy() for c in reference_row_top_k(logits, rows.entries, following, wanted.vocab_size)))

@@ -1,28 +1,50 @@
 """The product: vLLM, offline, rows from its prompt log-probabilities.
 
-Two ways out of the engine, same numbers:
-  * the public path: `flat_logprobs`, lists of Python floats, 82 % of plain prefill on an H200 (dictionaries: 10 %);
-  * the fast path (raw_tensors.py): the tensors that the engine sends are kept before Python objects are built from them.
-The row after the last token comes from `logprobs=K` of the one token that the engine samples.
+Three ways out of the engine, same numbers:
+  * the public path: `flat_logprobs`, lists of Python floats, 82 % of plain prefill on an H200 (dictionaries: 10 %). Rows of
+    the most probable tokens alone; the row after the last token comes from `logprobs=K` of the one token that the engine
+    samples;
+  * the tensors that the engine sends, kept before Python objects are built from them (raw_tensors.py);
+  * rows of either kind, made from the logits in the worker (worker_rows.py), which travel in these tensors.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
 from pipeline.errors import EngineDied, RowsInvalid
-from pipeline.teachers import raw_tensors, worker_topk
-from pipeline.teachers.base import Columns, Generated, PendingInput, Prompt, RowsWanted, Scored, Teacher, end_tokens
+from pipeline.teachers import raw_tensors, worker_rows
+from pipeline.teachers.base import (
+    Columns,
+    Generated,
+    PendingInput,
+    Prompt,
+    RowsWanted,
+    Scored,
+    Teacher,
+    end_tokens,
+    scored,
+)
 from teachercache.errors import UsageError
+from teachercache.format.record import key_uniforms
 
 # what vLLM reads when it is imported, where the environment has no other value
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "true"}
+SPARE = 16  # more columns than K that the public path asks for where a head is padded beyond the tokenizer
+Read = Callable[[PendingInput, Any], Scored]  # from a finished request to rows
+ENVIRONMENT = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+}
 
 
 def _columns_of_flat(flat: Any, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,30 +69,37 @@ class VllmTeacher(Teacher):
         from vllm import LLM, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        self.wanted, top_k = wanted, wanted.rows.entries
-        if wanted.rows.kind == "sampled":
-            raise UsageError(
-                "teacher.engine vllm cannot sample rows in this version; use rows.kind=top_k, or engine hf"
-            )
+        self.wanted = wanted
+        spare = min(SPARE, max(0, _head_size(model_path) - wanted.vocab_size))
+        self._asked = wanted.rows.entries + spare  # by the public path, which may rank a head's padding
         self._config = config
         reason = raw_tensors.unsupported()
+        if wanted.rows.kind == "sampled":
+            reason = reason or worker_rows.unsupported()
+            if config.fast_path == "off" or reason:
+                why = reason or "teacher.fast_path is off"
+                raise UsageError(
+                    f"sampled rows are made in vLLM's worker, which vLLM {vllm.__version__} cannot do here: {why}"
+                )
         if config.fast_path == "require" and reason:
             raise UsageError(f"teacher.fast_path is `require`, but this vLLM ({vllm.__version__}) has none: {reason}")
         fast = config.fast_path != "off" and reason is None
         if fast:
             raw_tensors.install()
         try:
-            self._arguments = engine_arguments(config, model_path, top_k)
+            self._arguments = engine_arguments(config, model_path, self._asked + worker_rows.EXTRA)
             self.llm: Any = LLM(**self._arguments)
         except (OSError, ValueError) as error:
             raise UsageError(f"{model_path}: vLLM cannot load it: {str(error).strip().splitlines()[0]}") from error
         self.engine: Any = self.llm.llm_engine
-        asked: dict[str, Any] = {"prompt_logprobs": top_k, "logprobs": top_k, "flat_logprobs": True}
+        _check_length(self.engine.model_config, config.max_model_len)
+        asked: dict[str, Any] = {"prompt_logprobs": self._asked, "logprobs": self._asked, "flat_logprobs": True}
         sampling = partial(SamplingParams, temperature=0.0, max_tokens=1, detokenize=False, **asked)
         self._public_sampling = sampling()
         self._sampling = sampling(extra_args={raw_tensors.FLAG: True} if fast else None)
         self._dead: type[Exception] = EngineDeadError
-        self._inside: dict[str, PendingInput] = {}
+        self._inside: dict[str, tuple[PendingInput, Read]] = {}
+        self._worker_rows = False  # until `accelerate`
         self._serial = 0
         self.provenance = {
             "engine": f"vllm {vllm.__version__}",
@@ -81,50 +110,76 @@ class VllmTeacher(Teacher):
         }
 
     def accelerate(self) -> None:
-        """Take the rows in vLLM's worker where the job file, this release and this machine allow it."""
+        """Take the rows in vLLM's worker where the job file and this release allow it."""
         if self._config.fast_path == "off":
             return
-        if "worker_extension_cls" not in self._arguments:
-            self.provenance["worker_top_k"] = "no CUDA device"
-            return
-        answers = [str(a) for a in self.llm.collective_rpc("teachercache_install")]
-        missing = next((a for a in answers if not a.startswith(worker_topk.ACTIVE)), None)
-        if missing and self._config.fast_path == "require":
-            raise UsageError(f"teacher.fast_path is `require`, but the worker's top-K cannot be had: {missing}")
-        self.provenance["worker_top_k"] = missing or answers[0]
+        asked = (self.wanted.rows.model_dump(), self.wanted.vocab_size)
+        answers = [str(a) for a in self.llm.collective_rpc("teachercache_install", args=asked)]
+        missing = next((a for a in answers if not a.startswith(worker_rows.ACTIVE)), None)
+        if missing and (self._config.fast_path == "require" or self.wanted.rows.kind == "sampled"):
+            raise UsageError(f"rows cannot be made in this vLLM's worker, as the job file asks: {missing}")
+        self._worker_rows = missing is None and self.provenance["path"] == "raw"
+        self.provenance["worker_rows"] = missing or answers[0]
 
     # -- the interface -------------------------------------------------------------------------------------------
 
     def submit(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
         """Add a request to the engine."""
-        self._submit(PendingInput(key, input_ids, row_pos), self._sampling)
+        item = PendingInput(key, input_ids, row_pos)
+        if not self._worker_rows:
+            self._submit(item, item.input_ids, self._sampling, self._public_rows)
+            return
+        drawn_by = self.wanted.key(input_ids, row_pos)
+        longer = np.append(input_ids, input_ids[-1])  # so that the row after the last token is a prompt row
+        read = partial(self._rows_of_worker, drawn_by=drawn_by)
+        self._submit(item, longer, self.worker_sampling(drawn_by), read)
+
+    def worker_sampling(self, key: int) -> Any:
+        """Return what asks the worker for rows, drawn by the key of an input's random numbers."""
+        from vllm import SamplingParams
+
+        extra = {raw_tensors.FLAG: True, worker_rows.KEY: worker_rows.signed(key)}
+        width = self.wanted.rows.entries + worker_rows.EXTRA
+        return SamplingParams(
+            temperature=0.0, max_tokens=1, detokenize=False, prompt_logprobs=width, flat_logprobs=True, extra_args=extra
+        )
 
     def submit_public(self, key: int, input_ids: np.ndarray, row_pos: np.ndarray) -> None:
-        """Add a request that takes vLLM's public path, whatever path is active: for the canary and for tests."""
-        self._submit(PendingInput(key, input_ids, row_pos), self._public_sampling)
+        """Add a request that takes vLLM's public path, whatever path is active: for the canary and for tests.
 
-    def _submit(self, item: PendingInput, sampling: Any) -> None:
+        Its rows are the most probable tokens, whatever kind is wanted.
+        """
+        self._submit(PendingInput(key, input_ids, row_pos), input_ids, self._public_sampling, self._public_rows)
+
+    def _submit(self, item: PendingInput, prompt: np.ndarray, sampling: Any, read: Read) -> None:
         self._serial += 1
         name = str(self._serial)
         try:
-            self.engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, sampling)
+            self.engine.add_request(name, {"prompt_token_ids": prompt.tolist()}, sampling)
         except self._dead as error:
             raise self._died(error) from error
-        self._inside[name] = item
+        self._inside[name] = (item, read)
 
     def collect(self) -> list[Scored]:
-        """Run one step of the engine and return the requests that it finished."""
+        """Advance the engine by one step."""
         if not self._inside:
             return []
         try:
             outputs = self.engine.step()
         except self._dead as error:
             raise self._died(error) from error
-        done = ((self._inside.pop(output.request_id), output) for output in outputs if output.finished)
-        return [self.scored(item, partial(columns_of, output, self.wanted.rows.entries)) for item, output in done]
+        done = ((*self._inside.pop(output.request_id), output) for output in outputs if output.finished)
+        return [read(item, output) for item, read, output in done]
+
+    def _public_rows(self, item: PendingInput, output: Any) -> Scored:
+        wanted = self.wanted.plain
+        return scored(item, lambda: without_padding(columns_of(output, self._asked), wanted), wanted)
+
+    def _rows_of_worker(self, item: PendingInput, output: Any, drawn_by: int) -> Scored:
+        return scored(item, lambda: columns_of_worker(output, self.wanted, drawn_by), self.wanted)
 
     def _died(self, error: Exception) -> EngineDied:
-        return EngineDied(f"vLLM's engine died: {error}", [item.key for item in self._inside.values()])
+        return EngineDied(f"vLLM's engine died: {error}", [item.key for item, _ in self._inside.values()])
 
     def generate(
         self, prompts: Sequence[Prompt], config: GenerateConfig, stop_ids: Sequence[int] = ()
@@ -174,7 +229,53 @@ def columns_of(output: Any, top_k: int) -> Columns:
     return Columns(np.concatenate([first, last[:1]]), np.concatenate([first_lp, last_lp[:1]]))
 
 
-def engine_arguments(config: TeacherConfig, model_path: str, top_k: int) -> dict[str, Any]:
+def without_padding(columns: Columns, wanted: RowsWanted) -> Columns:
+    """Return the first K entries below the tokenizer's size.
+
+    Where a head's padding fills more columns than there are to spare, what is left of it is refused later.
+    """
+    k = wanted.rows.entries
+    padding = columns.ids[:, 1:] >= wanted.vocab_size
+    if not padding.any():
+        return Columns(columns.ids[:, : k + 1], columns.logprobs[:, : k + 1])
+    order = np.argsort(padding, axis=1, kind="stable")[:, :k] + 1
+    order = np.concatenate([np.zeros((len(order), 1), dtype=order.dtype), order], axis=1)
+    return Columns(np.take_along_axis(columns.ids, order, 1), np.take_along_axis(columns.logprobs, order, 1))
+
+
+def columns_of_worker(output: Any, wanted: RowsWanted, drawn_by: int) -> Columns:
+    """Return the rows that a worker packed (worker_rows.packed), for every token of an input. Raises RowsInvalid.
+
+    Each row carries 31 bits of the u that it was drawn for, which must be those of the key: a row of another request or
+    position, or one that vLLM made by itself, is found here.
+    """
+    width = wanted.rows.entries + 1 + worker_rows.EXTRA
+    if not isinstance(output.prompt_logprobs, raw_tensors.RawRows):
+        raise RowsInvalid("no_rows", "the engine gave no tensors")
+    ids, logprobs = output.prompt_logprobs.arrays(width)
+    if (ids[:, -2] >= 0).any():
+        raise RowsInvalid("not_ours", "a row was not made by this worker's own code")
+    expected = (key_uniforms(drawn_by, np.arange(len(ids))) * 2.0**31).astype(np.int32)
+    if not np.array_equal(ids[:, -1], expected):
+        wrong = int(np.flatnonzero(ids[:, -1] != expected)[0])
+        raise RowsInvalid("not_ours", f"row {wrong} was drawn for another input or position")
+    columns = Columns(ids[:, :-2], logprobs[:, :-2], entropy=logprobs[:, -1])
+    if wanted.rows.kind == "top_k":
+        return columns
+    return columns._replace(exact=-1 - ids[:, -2], tail=logprobs[:, -2])
+
+
+def _head_size(model_path: str) -> int:
+    """Return how many logits a model's head has, by its config.json; 0 where it does not say."""
+    try:
+        tree = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+    sizes = [part.get("vocab_size") for part in (tree, tree.get("text_config") or {})]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
+def engine_arguments(config: TeacherConfig, model_path: str, max_logprobs: int) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`; the job file's engine_args win, except over what rows depend on."""
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False,  # a cached prefix has no prompt log-probabilities
@@ -185,18 +286,30 @@ def engine_arguments(config: TeacherConfig, model_path: str, top_k: int) -> dict
     }
     if config.tensor_parallel > 1:  # inside a Ray actor vLLM would otherwise ask Ray for placement groups
         arguments.setdefault("distributed_executor_backend", "mp")
-    if config.fast_path != "off" and _has_cuda():
-        arguments["worker_extension_cls"] = worker_topk.QUALIFIED_NAME
+    if config.fast_path != "off":
+        arguments["worker_extension_cls"] = worker_rows.QUALIFIED_NAME
     arguments.update(
         model=model_path,
         dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_logprobs=max(top_k, 20),
+        max_model_len=config.max_model_len + 1,  # the worker's rows need one token behind the input
+        max_logprobs=max(max_logprobs, 20),
         tensor_parallel_size=config.tensor_parallel,
         trust_remote_code=config.trust_remote_code,
         hf_overrides={**arguments.get("hf_overrides", {}), "head_dtype": config.head_dtype},
     )
     return arguments
+
+
+def _check_length(model_config: Any, max_model_len: int) -> None:
+    """Raise UsageError where a model is not made for so many tokens. vLLM's own check is off: it is asked for one more."""
+    allowed = os.environ.pop("VLLM_ALLOW_LONG_MAX_MODEL_LEN", None)
+    try:
+        model_config.get_and_verify_max_len(max_model_len)
+    except ValueError as error:
+        raise UsageError(f"teacher.max_model_len {max_model_len}: {str(error).strip().splitlines()[0]}") from error
+    finally:
+        if allowed is not None:
+            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = allowed
 
 
 def _has_cuda() -> bool:

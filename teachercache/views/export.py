@@ -93,8 +93,24 @@ def data_card(cache: Cache) -> str:
         for p in data["parts"]
     )
     name = json.dumps(teacher["name"])
+    if cache.spec.rows.kind == "sampled":
+        title, outside = f"{data['top_k']} sampled weights", "exact entries"
+        rows = (
+            f"{data['top_k']} weights on distinct next tokens that sum to 1 and whose mean over draws is the teacher's\n"
+            "probability of each token of the vocabulary"
+        )
+        columns = "`exact` entries by descending log-probability, then drawn ids ascending, all with one weight"
+    else:
+        title, outside = f"Top-{data['top_k']} log-probabilities", str(data["top_k"])
+        rows = (
+            f"the teacher's {data['top_k']} most probable next tokens with their\nlog-probabilities of the full softmax"
+        )
+        columns = "by descending log-probability; values rounded to float16"
+    exact = "| exact | list<uint16>[r] | how many entries of a row are not drawn |\n" * (
+        cache.spec.rows.kind == "sampled"
+    )
     return f"""---
-pretty_name: {json.dumps("Top-" + str(data["top_k"]) + " log-probabilities of " + teacher["name"])}
+pretty_name: {json.dumps(title + " of " + teacher["name"])}
 tags: [knowledge-distillation, logprobs, teachercache]
 base_model: {name}
 configs:
@@ -103,9 +119,8 @@ configs:
 {configs}---
 # Next-token log-probabilities of {teacher["name"]}
 
-For every position of {data["documents"]:,} documents: the teacher's {data["top_k"]} most probable next tokens with their natural
-log-probabilities (full softmax, temperature 1), the log of the mass outside them, and the log-probability of the token that
-followed. Exported from a teachercache, manifest {data["manifest"]} of {data["created"]}.
+For every position of {data["documents"]:,} documents: {rows}, the teacher's entropy, and the log-probability of the token
+that followed (natural logarithms, temperature 1). Exported from a teachercache, manifest {data["manifest"]} of {data["created"]}.
 
 | split | source | documents | tokens | rows |
 |---|---|---|---|---|
@@ -116,10 +131,11 @@ followed. Exported from a teachercache, manifest {data["manifest"]} of {data["cr
 | doc_id, window, start | string, int32, int32 | document, index of the window, offset of its first token |
 | input_ids | list<int32>[n] | the tokens that the teacher saw |
 | row_pos | list<int32>[r] | positions that have a row; row i is the distribution of token row_pos[i] + 1 |
-| topk_ids, topk_logprobs | list<fixed_size_list[{data["top_k"]}]>[r] | by descending log-probability; values rounded to float16 |
-| tail_logprob | list<float>[r] | log of the mass outside the {data["top_k"]} |
+| topk_ids, topk_logprobs | list<fixed_size_list[{data["top_k"]}]>[r] | {columns} |
+| tail_logprob | list<float>[r] | log of the mass outside the {outside} |
+| entropy | list<float>[r] | −Σ p log p of the teacher, in nats; null where the engine could not say |
 | target_logprob | list<float>[r] | log-probability of the token that follows; null where it lies outside |
-| loss_mask | list<bool>[r] | false where the next token must not be learnt |
+{exact}| loss_mask | list<bool>[r] | false where the next token must not be learnt |
 
 Teacher: `{teacher["name"]}` revision `{teacher["revision"]}`, engine {teacher["engine"]}, {teacher["dtype"]}, head in
 {teacher["head_dtype"]}; the full identity is in teacher.json. Texts keep the licences of their sources; see the meta_ columns.

@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 from rich import filesize
 
 from teachercache.console import printable
 from teachercache.format.objects import ManifestFile
+from teachercache.format.spec import Rows
 from teachercache.read.cache import Cache, incomplete_message
 from teachercache.store.ledger import Ledger
-from teachercache.views.show import summary
+from teachercache.views.show import rows_in_words, summary
 
 Floats = npt.NDArray[np.float64]
 SAMPLE_FILES = 64
@@ -57,7 +59,7 @@ def report(
         _tiles(data, sampled),
         _teacher_section(data),
         _corpora_section(data),
-        _distributions_section(sampled, data["top_k"]),
+        _distributions_section(sampled, data),
         _bytes_section(sampled),
         _drops_section(data),
         _throughput_section(cache),
@@ -87,15 +89,15 @@ def _sample(cache: Cache, entry: ManifestFile, into: Sampled) -> None:
             into.column_bytes[column.path_in_schema.split(".")[0]] += column.total_compressed_size
         if not file.num_groups:
             return
-        block = file.read_group(0, {"input_ids", "topk_ids", "topk_logprobs", "tail_logprob", "target_logprob"})
-    logprobs, tail = block.topk_logprobs.astype(np.float64), block.tail_logprob.astype(np.float64)
-    p = np.exp(logprobs)
+        block = file.read_group(0, {"input_ids", "topk_logprobs", "tail_logprob", "target_logprob", "entropy", "exact"})
+    p, tail = np.exp(block.topk_logprobs.astype(np.float64)), block.tail_logprob.astype(np.float64)
+    everything = np.zeros(0) if block.exact is None else block.exact
     into.files += 1
     into.rows += len(p)
     for name, values in {
-        "coverage": 1 - np.exp(tail),  # mass of the K
-        "entropy": -(p * logprobs).sum(1)
-        - np.exp(tail) * tail,  # nats, of the K+1 outcomes: a lower bound of the full one
+        "coverage": 1 - np.exp(tail),  # mass of the K, or of the exact entries
+        "entropy": block.entropy[~np.isnan(block.entropy)],  # nats
+        "exact": everything,  # entries
         "top1": p[:, 0],
         "loss": -block.target_logprob[~np.isnan(block.target_logprob)],  # nats, where the target lies in the request
         "length": np.diff(block.token_offsets),
@@ -113,7 +115,7 @@ def _tiles(data: dict[str, Any], sampled: Sampled) -> str:
         ("documents", f"{data['documents']:,}"),
         ("bytes a row", f"{data['bytes_per_row'] or 0:g}"),
         ("size", filesize.decimal(data["bytes"])),
-        (f"mass in the top {data['top_k']}", f"{coverage.mean():.1%}" if coverage.size else "–"),
+        (f"mass in the {_kept(data)}", f"{coverage.mean():.1%}" if coverage.size else "–"),
         ("teacher's perplexity", f"{math.exp(loss.mean()):.2f}" if loss.size else "–"),
     ]
     cells = "".join(f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for n, v in tiles)
@@ -126,7 +128,7 @@ def _teacher_section(data: dict[str, Any]) -> str:
     rows += [
         ("tokenizer", tokenizer["digest"]),
         ("vocabulary", f"{tokenizer['vocab_size']:,}"),
-        ("top K", data["top_k"]),
+        ("a row", rows_in_words(TypeAdapter(Rows).validate_python(data["rows_kind"]))),
         ("spec digest", data["spec_digest"]),
         ("manifest digest", data["manifest_digest"]),
         ("codec", ", ".join(data["codecs"])),
@@ -142,14 +144,21 @@ def _corpora_section(data: dict[str, Any]) -> str:
     return _section("Corpora", _table(("split", "source", *names), rows) + f"<p>{note}</p>")
 
 
-def _distributions_section(sampled: Sampled, top_k: int) -> str:
+def _kept(data: dict[str, Any]) -> str:
+    """Return what is outside the tail of a row."""
+    return "exact entries" if data["rows_kind"]["kind"] == "sampled" else f"top {data['top_k']}"
+
+
+def _distributions_section(sampled: Sampled, data: dict[str, Any]) -> str:
     if not sampled.rows:
         return _section("Distributions", "<p>There are no rows.</p>")
-    coverage, entropy, top1, loss, length = map(sampled.values, ("coverage", "entropy", "top1", "loss", "length"))
+    names = ("coverage", "entropy", "exact", "top1", "loss", "length")
+    coverage, entropy, exact, top1, loss, length = map(sampled.values, names)
     plots = [
-        histogram(coverage, f"Mass in the top {top_k}", "probability", low=min(0.8, float(coverage.min())), high=1.0),
+        histogram(coverage, f"Mass in the {_kept(data)}", "probability", low=min(0.8, float(coverage.min())), high=1.0),
         histogram(top1, "Probability of the teacher's best token", "probability", low=0.0, high=1.0),
-        histogram(entropy, f"Entropy of a row (top {top_k} and the rest)", "nats", low=0.0),
+        *([histogram(entropy, "Entropy of the teacher", "nats", low=0.0)] if entropy.size else []),
+        *([histogram(exact, "Exact entries of a row", "entries", low=0.0)] if exact.size else []),
         histogram(loss, "Teacher's loss on the token that followed", "nats", low=0.0),
         histogram(length, "Length of a record", "tokens", low=0.0),
     ]

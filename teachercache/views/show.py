@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.format.objects import COUNTS
 from teachercache.format.record import Record
+from teachercache.format.spec import Rows
 from teachercache.read.cache import Cache, incomplete_message
 
 
@@ -35,6 +36,7 @@ def summary(cache: Cache) -> dict[str, Any]:
         "complete": m.complete,
         "teacher": cache.spec.teacher.model_dump(mode="json"),
         "tokenizer": cache.spec.tokenizer.model_dump(mode="json"),
+        "rows_kind": cache.spec.rows.model_dump(mode="json"),
         "top_k": cache.spec.top_k,
         "spec_digest": cache.spec.digest,
         "manifest_digest": m.digest,
@@ -49,6 +51,13 @@ def summary(cache: Cache) -> dict[str, Any]:
     }
 
 
+def rows_in_words(rows: Rows) -> str:
+    """Return what a row of a cache holds, as a phrase."""
+    if rows.kind == "sampled":
+        return f"{rows.entries} weights, sampled without bias from the whole distribution (at least {rows.exact} exact)"
+    return f"the {rows.entries} most probable tokens"
+
+
 def print_summary(cache: Cache, console: Console) -> None:
     """Print `summary` as two tables."""
     data, m, teacher, tokenizer = summary(cache), cache.manifest, cache.spec.teacher, cache.spec.tokenizer
@@ -60,7 +69,7 @@ def print_summary(cache: Cache, console: Console) -> None:
         "teacher": f"{teacher.name} {teacher.revision} ({how})",
         "weights": teacher.weights_digest[:16],
         "tokenizer": f"{tokenizer.digest[:16]}, {tokenizer.vocab_size:,} tokens",
-        "top K": cache.spec.top_k,
+        "a row": rows_in_words(cache.spec.rows),
         "rows": f"{m.rows:,} in {m.documents:,} documents ({m.tokens:,} tokens)",
         "size": f"{data['bytes']:,} bytes, {data['bytes_per_row'] or 0} a row, codec {', '.join(data['codecs'])}",
         "shards": f"{m.shards_committed} of {m.shards_planned} planned committed, {m.shards_quarantined} in quarantine",
@@ -103,6 +112,11 @@ class TokenText:
         return repr(text)[1:-1].replace(" ", "·")
 
 
+def known(values: Any, i: int) -> float | None:
+    """Return one number of a column, or None where it is not known."""
+    return None if values is None or math.isnan(values[i]) else float(values[i])
+
+
 def head_rows(record: Record, text: TokenText, *, positions: int, top: int) -> list[dict[str, Any]]:
     """Return one JSON-able row a position: the token, what followed, and the teacher's best next tokens."""
     rows = []
@@ -119,8 +133,12 @@ def head_rows(record: Record, text: TokenText, *, positions: int, top: int) -> l
                 "loss_mask": bool(record.loss_mask[i]),
                 "best": [
                     {"token": text(int(t)), "id": int(t), "probability": math.exp(float(lp))}
-                    for t, lp in zip(record.topk_ids[i, :top], record.topk_logprobs[i, :top], strict=True)
+                    | ({} if record.exact is None else {"drawn": k >= int(record.exact[i])})
+                    for k, (t, lp) in enumerate(
+                        zip(record.topk_ids[i, :top], record.topk_logprobs[i, :top], strict=True)
+                    )
                 ],
+                "entropy": known(record.entropy, i),
                 "tail_probability": math.exp(float(record.tail_logprob[i])),
             }
         )
@@ -128,12 +146,17 @@ def head_rows(record: Record, text: TokenText, *, positions: int, top: int) -> l
 
 
 def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> RenderableType:
-    """Return one record as a table; the token that really followed is green where it is among the teacher's best."""
+    """Return one record as a table; the token that really followed is green where it is among the teacher's best.
+
+    A drawn entry of a sampled row has a ~ before its weight, which is no probability of its own.
+    """
     counts = f"{len(record.input_ids)} tokens, {len(record.row_pos)} rows"
     title = f"{record.doc_id} window {record.window} · {record.split}/{record.source} · {counts}"
+    shown = f"teacher's {top} best" if record.exact is None else f"{top} of the teacher's entries, ~ drawn"
     columns = (
         Column("pos", justify="right", style="dim"), "token", "next", Column("p(next)", justify="right"),
-        Column(f"teacher's {top} best", overflow="fold"), Column("outside K", justify="right", style="dim"),
+        Column(shown, overflow="fold"), Column("outside", justify="right", style="dim"),
+        Column("entropy", justify="right", style="dim"),
     )  # fmt: skip
     layout: dict[str, Any] = {"header_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
     table = Table(*columns, title=title, title_justify="left", **layout)
@@ -142,9 +165,10 @@ def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> Renderab
         for item in row["best"]:
             style = "green" if item["token"] == row["next"] else ""
             best.append(f"{item['token']} ", style=style)
-            best.append(f"{item['probability']:.3f}  ", style="dim")
+            best.append(f"{'~' * bool(item.get('drawn'))}{item['probability']:.3f}  ", style="dim")
         probability = "" if row["next_probability"] is None else f"{row['next_probability']:.3f}"
         after = Text(row["next"] or "", style="" if row["loss_mask"] else "dim")
         outside = f"{row['tail_probability']:.3f}"
-        table.add_row(str(row["position"]), Text(row["token"]), after, probability, best, outside)
+        entropy = "" if row["entropy"] is None else f"{row['entropy']:.2f}"
+        table.add_row(str(row["position"]), Text(row["token"]), after, probability, best, outside, entropy)
     return table

@@ -44,7 +44,7 @@ def _teachers(root: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-def _job(folder: Path, url: str, model: Path) -> Path:
+def _job(folder: Path, url: str, model: Path, kind: str) -> Path:
     for i in range(FILES):
         docs = [d | {"id": f"{i}-{d['id']}"} for d in documents(PER_FILE, 200)]
         docs[7]["text"] = f"blank follows {i}"
@@ -54,7 +54,7 @@ def _job(folder: Path, url: str, model: Path) -> Path:
         "cache": url,
         "teacher": {"model": str(model), "engine": "noop", "max_model_len": 512,
                     "engine_args": {"delay_s": 0.5}},
-        "rows": {"entries": 8},
+        "rows": {"kind": kind, "entries": 8},
         "corpora": [{"source": "s", "files": [f"{folder}/in*.jsonl"], "fields": {"text": "text", "id": "id"}}],
         "run": {"actors": 2, "shard_bytes": 1500, "log_every_s": 5, "shard_timeout_s": 60, "max_retries": 8},
     }  # fmt: skip
@@ -106,7 +106,7 @@ def chaos(seed: int, s3_errors_s: float = 8.0) -> dict[str, Any]:
             bucket = server.new_bucket()
             proxy = FaultyProxy(server.endpoint)
             env = environment() | server.env() | {"AWS_ENDPOINT_URL": proxy.endpoint}
-            job = _job(folder, f"{bucket}/cache", model)
+            job = _job(folder, f"{bucket}/cache", model, "top_k" if seed % 2 else "sampled")
             # heads first: nodes are separate raylets; the driver's own node takes no teacher
             os.environ.update({k: env[k] for k in ("PYTHONPATH",)})
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

@@ -69,6 +69,41 @@ def test_help_needs_no_heavy_package():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ({}, {"kind": "top_k", "entries": 100}),
+        ({"entries": 20}, {"kind": "top_k", "entries": 20}),
+        ({"kind": "sampled"}, {"kind": "sampled", "entries": 24, "exact": 6, "seed": 0}),
+        ({"kind": "sampled", "entries": 3}, {"kind": "sampled", "entries": 3, "exact": 1, "seed": 0}),
+        (
+            {"kind": "sampled", "entries": 12, "exact": 5, "seed": 7},
+            {"kind": "sampled", "entries": 12, "exact": 5, "seed": 7},
+        ),
+    ],
+)
+def test_rows_of_both_kinds(rows, expected):
+    assert parse_job(JOB | {"rows": rows}).rows.spec.model_dump() == expected
+
+
+JOB: dict = {"cache": "c", "teacher": {"model": "m"}, "corpora": [{"files": ["x"]}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"teacher": {"model": "m", "top_k": 9}}, r"unknown key teacher.top_k in job; did you mean rows.entries\?"),
+        ({"rows": {"exact": 2}}, "exact and seed are of rows of kind sampled"),
+        ({"rows": {"kind": "sampled", "entries": 4, "exact": 4}}, "exact < entries, found exact 4 of 4"),
+        ({"rows": {"kind": "sampled", "entries": 1}}, "exact < entries"),
+        ({"rows": {"kind": "sampled"}, "teacher": {"model": "m", "fast_path": "off"}}, "set teacher.fast_path to auto"),
+    ],
+)
+def test_rows_that_cannot_be_made_are_refused(change, said):
+    with pytest.raises(UsageError, match=said):
+        parse_job(JOB | change)
+
+
 @pytest.mark.parametrize("place", ["cache", "corpus_root", "model", "files"])
 def test_credentials_in_a_url_are_refused_and_not_repeated(place):
     secret = "s3://key:hidden@bucket/x"

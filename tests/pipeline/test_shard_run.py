@@ -148,6 +148,36 @@ def test_masks_that_do_not_fit_their_ids_cost_only_their_documents(job_file, tmp
     assert result.manifest.drops == {"wrong_type": 4}
 
 
+def test_any_attempt_draws_the_same_and_another_seed_does_not(job_file, tmp_path):
+    """Two caches of one job have one spec digest, so one u a row; the draws differ where the spec does."""
+    path = write_jsonl(tmp_path / "a.jsonl", documents(4))
+    found = []
+    for name, seed in (("one", 0), ("two", 0), ("three", 5)):
+        run_job(load_job(job_file(tmp_path / name, [path], rows={"kind": "sampled", "seed": seed})))
+        found.append({r.doc_id: r for r in teachercache.open(str(tmp_path / name)).records()})
+    for doc_id, record in found[0].items():
+        assert record.exact.min() >= 2
+        assert record.exact.max() < 8
+        np.testing.assert_array_equal(record.topk_ids, found[1][doc_id].topk_ids)
+        assert not np.array_equal(record.topk_ids, found[2][doc_id].topk_ids)
+
+
+def test_sampled_rows_are_those_of_the_definition(job_file, tmp_path, tokenizer_folder):
+    from pipeline.teachers.base import RowsWanted
+    from pipeline.teachers.noop import expected_sample
+
+    path = write_jsonl(tmp_path / "a.jsonl", documents(5, 300))
+    recipe = {"windows": {"size": 128, "min_context": 32}}
+    run_job(load_job(job_file(tmp_path / "cache", [path], recipe=recipe, rows={"kind": "sampled"})))
+    cache = teachercache.open(str(tmp_path / "cache"))
+    for r in cache.records():
+        columns = expected_sample(r.input_ids, r.row_pos, RowsWanted.of(cache.spec))
+        np.testing.assert_array_equal(r.topk_ids, columns.ids[r.row_pos, 1:])
+        np.testing.assert_allclose(r.topk_logprobs, columns.logprobs[r.row_pos, 1:], rtol=1e-3)
+        np.testing.assert_array_equal(r.exact, columns.exact[r.row_pos])
+        np.testing.assert_array_equal(r.tail_logprob, columns.tail[r.row_pos])
+
+
 @pytest.mark.slow
 def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
     """What comes out of the cache is what the teacher gave, for every window of every document."""
@@ -167,15 +197,15 @@ def test_rows_are_the_noop_teachers_rows(job_file, tmp_path, tokenizer_folder):
         np.testing.assert_allclose(r.entropy, entropy[r.row_pos], rtol=1e-3)
 
 
-@pytest.fixture
-def two_corpora(job_file, tmp_path):
+@pytest.fixture(params=["top_k", "sampled"])
+def two_corpora(job_file, tmp_path, request):
     """A cache of ten documents, and a job for a second file that repeats five of them under other names."""
-    cache = tmp_path / "cache"
+    cache, rows = tmp_path / "cache", {"kind": request.param}
     first = write_jsonl(tmp_path / "a.jsonl", documents(10))
-    run_job(load_job(job_file(cache, [first])))
+    run_job(load_job(job_file(cache, [first], rows=rows)))
     renamed = [dict(d, id=f"again-{d['id']}") for d in documents(15)[5:]]
     second = write_jsonl(tmp_path / "b.jsonl", renamed)
-    return str(cache), load_job(job_file(cache, [second], corpus={"source": "second"}))
+    return str(cache), load_job(job_file(cache, [second], corpus={"source": "second"}, rows=rows))
 
 
 def test_rows_of_committed_documents_are_copied_and_counted(two_corpora):
@@ -188,6 +218,10 @@ def test_rows_of_committed_documents_are_copied_and_counted(two_corpora):
         ours, theirs = records["second", f"again-doc{i}"], records["s", f"doc{i}"]
         np.testing.assert_array_equal(ours.topk_ids, theirs.topk_ids)
         np.testing.assert_array_equal(ours.topk_logprobs, theirs.topk_logprobs)
+        np.testing.assert_array_equal(ours.entropy, theirs.entropy)
+        assert (ours.exact is None) == (theirs.exact is None)
+        if ours.exact is not None:
+            np.testing.assert_array_equal(ours.exact, theirs.exact)
         assert ours.content_key == theirs.content_key
         copied_rows += len(ours.row_pos)
     assert outcome.tally.reused_rows == copied_rows

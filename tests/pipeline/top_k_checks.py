@@ -12,8 +12,11 @@ from pipeline.teachers.topk import reference_row_top_k
 from pipeline.teachers.vocab_parallel import sharded_row_top_k
 
 
-def compare(logits: torch.Tensor, k: int, target: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-    wanted_ids, wanted = reference_row_top_k(logits, k, target)
+def compare(
+    logits: torch.Tensor, k: int, target: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> None:
+    wanted_ids, wanted, spread = reference_row_top_k(logits, k, target)
+    torch.testing.assert_close(entropy, spread, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logprobs, wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[:, 0], wanted_ids[:, 0])
     # equal logits may come in another order: the ids must hold the values that they claim
@@ -60,6 +63,6 @@ def check_shards(logits: torch.Tensor, k: int, ranks: int, target: torch.Tensor 
     def work(rank: int, all_gather: Any) -> Any:
         return sharded_row_top_k(slices[rank], k, target, rank=rank, ranks=ranks, vocab=vocab, all_gather=all_gather)
 
-    for ids, logprobs in on_ranks(ranks, work):
+    for ids, logprobs, entropy in on_ranks(ranks, work):
         assert (ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
-        compare(logits, k, target, ids, logprobs)
+        compare(logits, k, target, ids, logprobs, entropy)

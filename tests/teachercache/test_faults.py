@@ -17,6 +17,7 @@ from teachercache.errors import MissingObject, TeacherCacheError
 from teachercache.format import layout
 from teachercache.format.objects import Commit, Manifest, Plan, PlanShard
 from teachercache.format.sealed import seal, unseal
+from teachercache.format.spec import SampledRows
 from teachercache.parquet.datafile import DataFile
 from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
@@ -27,10 +28,18 @@ from teachercache.write.publish import publish
 from teachercache.write.writer import CacheWriter
 from tests.teachercache.faultfs import FAULTS, Actor, Crash, FaultFS, InlinePool, Scheduler, explore
 
-SPEC = synthetic_spec(vocab_size=50, top_k=3)
-RECORDS = {
-    shard: synthetic_records(SPEC, 2, seed=i, prefix=shard, length=3) for i, shard in enumerate(("s0", "s1", "s2"))
+SPECS = {
+    "top_k": synthetic_spec(vocab_size=50, top_k=3),
+    "sampled": synthetic_spec(vocab_size=50, rows=SampledRows(entries=3)),
 }
+
+
+def records_of(spec):
+    return {s: synthetic_records(spec, 2, seed=i, prefix=s, length=3) for i, s in enumerate(("s0", "s1", "s2"))}
+
+
+SPEC = SPECS["top_k"]
+RECORDS = records_of(SPEC)
 GRACE = 1000.0
 TOTAL = Counter()
 
@@ -40,6 +49,13 @@ def without_threads(monkeypatch):
     for module in ("store.ledger", "write.uniqueness", "write.publish"):
         monkeypatch.setattr(f"teachercache.{module}.ThreadPoolExecutor", InlinePool)
     monkeypatch.setattr("teachercache.parquet.datafile.PRE_BUFFER", False)
+
+
+@pytest.fixture(params=SPECS)
+def kind(request, monkeypatch):
+    """Rows of each kind in turn, in this module's worlds."""
+    monkeypatch.setitem(globals(), "SPEC", SPECS[request.param])
+    monkeypatch.setitem(globals(), "RECORDS", records_of(SPECS[request.param]))
 
 
 @dataclass
@@ -215,6 +231,7 @@ def a_collection() -> tuple[World, Actor]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("make", [a_job, an_append, a_collection])
 def test_every_single_fault_at_every_io(make, monkeypatch):
     monkeypatch.setattr("teachercache.write.publish.PART_ENTRIES", 1)  # every manifest but the first has parts
@@ -295,6 +312,7 @@ def interleave(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kind")
 def test_two_workers_of_one_shard_in_every_order_with_every_crash():
     def two() -> tuple[World, list[Actor]]:
         world = World()
