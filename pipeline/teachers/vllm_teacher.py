@@ -301,7 +301,7 @@ def engine_arguments(config: TeacherConfig, model_path: str, max_logprobs: int) 
 
 
 def _check_length(model_config: Any, max_model_len: int) -> None:
-    """Raise UsageError where a model is not made for so many tokens. vLLM's own check is off: it is asked for one more."""
+    """Raise UsageError where a model is not made for inputs of that length. vLLM is asked for one more."""
     allowed = os.environ.pop("VLLM_ALLOW_LONG_MAX_MODEL_LEN", None)
     try:
         model_config.get_and_verify_max_len(max_model_len)

@@ -251,7 +251,7 @@ class V2Hooks:
         num_prompt_logprobs: int,
         logprobs_mode: str = "raw_logprobs",
     ) -> Any:
-        """Stand in for vLLM's compute_prompt_logprobs_with_chunking."""
+        """Take the place of vLLM's compute_prompt_logprobs_with_chunking."""
         import torch
 
         count, u = len(prompt_token_ids), self._u

@@ -230,7 +230,7 @@ def _check_sampled(
     require(record.entropy is not None, "entropy", "a record of a sampled cache needs the column `entropy`")
     exact = np.asarray(record.exact)
     require(exact.shape == (len(p),), "shape", f"exact has shape {exact.shape}, expected {(len(p),)}")
-    require(exact.dtype.kind in "iu", "dtype", f"exact has dtype {exact.dtype}, expected an integer")
+    require(np.issubdtype(exact.dtype, np.integer), "dtype", f"exact has dtype {exact.dtype}, expected an integer")
     least = f"exact must lie in [{rows.exact}, {n}], found {exact.min()} to {exact.max()}"
     require(exact.min() >= rows.exact and exact.max() <= n, "exact", least)
     drawn: BoolArray = np.arange(n) >= exact[:, None]
@@ -257,7 +257,7 @@ def _check_entropy(
 ) -> None:
     """Check entropy [r] against what the entries leave possible; partial [r] is their Σ p log p."""
     require(entropy.shape == tail.shape, "shape", f"entropy has shape {entropy.shape}, expected {tail.shape}")
-    require(entropy.dtype.kind == "f", "dtype", f"entropy has dtype {entropy.dtype}, expected kind 'f'")
+    require(np.issubdtype(entropy.dtype, np.floating), "dtype", f"entropy has dtype {entropy.dtype}, expected kind 'f'")
     require(not np.isinf(entropy).any(), "inf", "an entropy is infinite")
     known = ~np.isnan(entropy)
     require(spec.rows.kind == "top_k" or bool(known.all()), "nan", "an entropy is NaN")

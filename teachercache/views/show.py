@@ -148,7 +148,7 @@ def head_rows(record: Record, text: TokenText, *, positions: int, top: int) -> l
 def head_table(record: Record, rows: list[dict[str, Any]], top: int) -> RenderableType:
     """Return one record as a table; the token that really followed is green where it is among the teacher's best.
 
-    A drawn entry of a sampled row has a ~ before its weight, which is no probability of its own.
+    A drawn entry of a sampled row has a ~ before its weight, which is not its probability.
     """
     counts = f"{len(record.input_ids)} tokens, {len(record.row_pos)} rows"
     title = f"{record.doc_id} window {record.window} · {record.split}/{record.source} · {counts}"

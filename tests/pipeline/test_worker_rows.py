@@ -1,4 +1,4 @@
-"""What is put around vLLM's runners gives each token the row of its own request and position, of either kind."""
+"""What is put around vLLM's runners gives each token the row of its request and position, of either kind."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_ids_beyond_the_tokenizer_never_enter_a_row_of_the_public_path():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_heads_mass(kind):
-    """Top-K: in the tail and the entropy. Sampled: left out of p, since no draw could stand for it."""
+    """Top-K: in the tail and the entropy. Sampled: left out of p, since no draw could have it."""
     model, wanted = Model(), RowsWanted(KINDS[kind], VOCAB)
     ids = prompts()["a"]
     found = expected(model, wanted, ids)
