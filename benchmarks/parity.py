@@ -3,6 +3,7 @@
     python benchmarks/parity.py --teacher build/models/smollm2-135m --out benchmarks/results/parity [--steps 500]
     python benchmarks/parity.py --teacher … --out … --steps 40 --runs online,fused/bucket      # reduced, on a CPU
     python benchmarks/parity.py --tiny --out build/parity                                       # a smoke test
+    python benchmarks/parity.py --teacher … --out … --group 1 --jobs 4        # half of the runs, four at a time on a GPU
     python benchmarks/parity.py --merge a/parity.json,b/parity.json --out FOLDER                # runs taken apart
 
 One teacher, one student cut from it (every second layer), one seed, one sequence of batches; what differs is the loss:
@@ -11,25 +12,33 @@ One teacher, one student cut from it (every second layer), one seed, one sequenc
   fused/bucket/K10, fused/bucket/K50                          the first K' cached entries
   fused/bucket/compact                                        rows that the compact codec stored
   fused/bucket/bf16-split, fused/bucket/bf16-stochastic       bf16 weights, with and without the bits of a float32 copy
-  online/seed1                                                another order of the documents: how large chance is
+  fused/bucket/ce0.1                                          a share of cross-entropy on the real next token
+  sampled/N                                                   a sampled cache of N entries a row
+  thin/N                                                      one of N entries, thinned from the sampled cache of 100
+  …/x4                                                        a quarter of the documents, each seen four times
+  …/seed1                                                     another order of the documents: how large chance is
 Each student is then measured on held-out documents against the live teacher: full-vocabulary KL, K+1 KL, top-1
 agreement, perplexity, calibration. Training losses of different losses are not comparable; these figures are.
 
-The teacher's rows are computed here (float32), written to two real caches, of the open and of the compact codec, and
-read back by PackedCache; every run trains on the same packed sequences. The text is Python's own reference and
-library source.
+The teacher's rows are computed here (float32, as the `hf` engine does), written to real caches, published and read back
+by PackedCache; every run trains on the same packed sequences. A student of a sampled cache is also measured by that
+cache alone. Bytes a row are those of the held-out files, all columns and footers. The text is Python's own reference and
+library source. Caches below OUT/models are used again by the next command with the same OUT.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from functools import cache
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import cache as cache_of
+from itertools import islice, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -39,15 +48,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import teachercache
 from teachercache.fingerprint import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
-from teachercache.format.record import Record
-from teachercache.format.spec import CacheSpec, TeacherSpec, TopKRows
+from teachercache.format.record import Record, content_key, row_uniforms
+from teachercache.format.spec import CacheSpec, Rows, SampledRows, TeacherSpec, TopKRows
 from teachercache.testing import synthetic_spec
+from teachercache.upkeep.thin import thin
 from trainer.bench.measure import GIB, machine
 from trainer.bench.shapes import SHAPES
 from trainer.config import TrainerConfig
 from trainer.data import PackedCache, PackedSequence
 from trainer.evaluate import evaluate
 from trainer.losses import TeacherRows
+from trainer.losses.online import sampled_rows
 from trainer.model import student
 from trainer.model.attention import DocumentLayout
 from trainer.model.init_student import init_student
@@ -62,6 +73,15 @@ ALL_RUNS = (
     + [f"fused/bucket/{variant}" for variant in ("K10", "K50", "compact", "bf16-split", "bf16-stochastic")]
     + ["online/seed1"]
 )
+GROUPS = {
+    # 1: what a row of each kind and size gives. 2: data seen four times, second orders, other mixes. The longest first.
+    1: "online online/seed1 fused/bucket sampled/100 sampled/24 thin/24 sampled/12 sampled/50 fused/bucket/K10 "
+    "fused/bucket/K50",
+    2: "online/x4 sampled/100/seed1 sampled/24/seed1 fused/bucket/seed1 fused/bucket/x4 sampled/100/x4 sampled/24/x4 "
+    "sampled/12/x4 fused/bucket/ce0.1 fused/bucket/ce0.3 fused/bucket/compact",
+}
+QUARTER = "quarter"
+"""The source of every fourth training document; all others are of "rest"."""
 PIECE = 4000  # characters of library source in a document
 Corpus = dict[str, list[list[int]]]  # tokenised documents of each split
 Batches = list[PackedSequence]
@@ -97,53 +117,129 @@ def random_text() -> Corpus:
 
 
 @torch.no_grad()
-def teacher_record(teacher: torch.nn.Module, ids: list[int], doc_id: str, split: str, top_k: int) -> Record:
-    """Return one document's rows as the pipeline stores them: float32 softmax over the full vocabulary, all positions."""
+def teacher_records(
+    teacher: torch.nn.Module, ids: list[int], doc_id: str, source: str, split: str, specs: dict[str, CacheSpec]
+) -> dict[str, Record]:
+    """Return one document as the pipeline stores it, with the rows of each spec: float32 logits, all positions."""
     device = next(teacher.parameters()).device
     tokens = torch.tensor(ids, device=device)
     layout = DocumentLayout((len(ids),), "documents", device)
     hidden = student.hidden_states(teacher, tokens, torch.arange(len(ids), device=device), layout)
-    logprobs = student.head(teacher).logits(hidden).log_softmax(dim=1)
-    rows = TeacherRows.from_logits(logprobs, top_k)
+    logits = student.head(teacher).logits(hidden)
+    logprobs = logits.log_softmax(dim=1)
+    entropy = -(logprobs.exp() * logprobs).sum(dim=1).cpu().numpy()
     target = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].cpu().numpy()
+    input_ids, row_pos = np.array(ids, dtype=np.int32), np.arange(len(ids), dtype=np.int32)
     mask = np.ones(len(ids), dtype=bool)
     mask[-1] = False
-    return Record(
-        doc_id=doc_id,
-        split=split,
-        input_ids=np.array(ids, dtype=np.int32),
-        row_pos=np.arange(len(ids), dtype=np.int32),
-        topk_ids=rows.topk_ids.int().cpu().numpy(),
-        topk_logprobs=rows.topk_logprobs.float().cpu().numpy(),
-        tail_logprob=rows.tail_logprob.float().cpu().numpy(),
-        target_logprob=np.append(target, np.float32("nan")),
-        loss_mask=mask,
+    found = {}
+    for name, spec in specs.items():
+        if isinstance(spec.rows, SampledRows):
+            u = row_uniforms(spec.digest, content_key(spec.digest, input_ids, row_pos), row_pos)
+            rows = sampled_rows(
+                logits, spec.rows.entries, spec.rows.exact, torch.from_numpy(u).to(device), chunk_size=512
+            )
+            assert rows.exact is not None
+            exact = rows.exact.cpu().numpy().astype(np.uint16)
+        else:
+            rows, exact = TeacherRows.from_logits(logprobs, spec.top_k), None
+        found[name] = Record(
+            doc_id=doc_id,
+            split=split,
+            source=source,
+            input_ids=input_ids,
+            row_pos=row_pos,
+            topk_ids=rows.topk_ids.int().cpu().numpy(),
+            topk_logprobs=rows.topk_logprobs.float().cpu().numpy(),
+            tail_logprob=rows.tail_logprob.float().cpu().numpy(),
+            target_logprob=np.append(target, np.float32("nan")),
+            loss_mask=mask,
+            entropy=entropy,
+            exact=exact,
+        )
+    return found
+
+
+def open_caches(
+    teacher: torch.nn.Module, corpus: Corpus, folder: Path, specs: dict[str, CacheSpec]
+) -> dict[str, teachercache.Cache]:
+    """Return a cache of each name, written where it is not there yet: open, compact, sampled-N, and thin-N."""
+    wanted = {name: spec for name, spec in specs.items() if not published(folder / name)}
+    drawn = {name: spec for name, spec in wanted.items() if not name.startswith("thin")}
+    records: dict[str, list[Record]] = {name: [] for name in drawn}
+    for split, documents in corpus.items() if drawn else ():
+        for index, ids in enumerate(documents):
+            source = QUARTER if split == "train" and index % 4 == 0 else "rest"
+            found = teacher_records(teacher, ids, f"{split}-{index:05d}", source, split, drawn)
+            for name, record in found.items():
+                records[name].append(record)
+    for name, spec in drawn.items():
+        writer = teachercache.create(folder / name, spec, codec="compact" if name == "compact" else "open")
+        writer.commit("all", records[name])
+        writer.publish(allow_partial=True, allow_repeated_content=True)
+    for name in wanted.keys() - drawn.keys():
+        thin(teachercache.open(folder / "sampled-100"), folder / name, entries=int(name.removeprefix("thin-")))
+    return {name: teachercache.open(folder / name) for name in specs}
+
+
+def published(folder: Path) -> bool:
+    """Return whether an earlier command finished a cache."""
+    return any((folder / "manifests").glob("*.json"))
+
+
+def bytes_per_row(caches: dict[str, teachercache.Cache], scratch: Path) -> dict[str, float]:
+    """Return bytes of a held-out row by kind and codec: files of one split, all columns and footers."""
+    found = {}
+    for name in [name for name in caches if name != "compact"]:
+        spec, records = caches[name].spec, list(caches[name].records(split="heldout"))
+        cuts = (10, 50, spec.top_k) if spec.rows.kind == "top_k" else (spec.top_k,)
+        for k, codec in product(cuts, ("open", "compact")):
+            label = f"{'top' if spec.rows.kind == 'top_k' else name.split('-')[0]}-{k}/{codec}"
+            with TemporaryDirectory(dir=scratch) as folder:
+                rows = spec.rows if k == spec.top_k else TopKRows(entries=k)
+                writer = teachercache.create(folder, spec.model_copy(update={"rows": rows}), codec=codec, probe=False)
+                writer.commit("all", [record if k == spec.top_k else first(record, k) for record in records])
+                manifest = writer.publish(allow_partial=True)
+                found[label] = round(sum(entry.size for entry in manifest.files) / manifest.rows, 2)
+    return found
+
+
+def first(record: Record, k: int) -> Record:
+    """Return a record with the first k entries of its top-K rows."""
+    logprobs = record.topk_logprobs
+    rest = np.logaddexp.reduce(np.column_stack([record.tail_logprob, logprobs[:, k:]]), axis=1)
+    return replace(
+        record,
+        topk_ids=record.topk_ids[:, :k],
+        topk_logprobs=logprobs[:, :k],
+        tail_logprob=rest.astype(np.float32),
+        target_logprob=np.full_like(record.target_logprob, np.nan),
+        content_key=b"",
     )
 
 
-def write_caches(
-    teacher: torch.nn.Module, corpus: Corpus, spec: CacheSpec, folder: Path, codecs: set[str]
-) -> dict[str, teachercache.Cache]:
-    """Write the same records into a cache of each codec."""
-    records = [
-        teacher_record(teacher, ids, f"{split}-{index:05d}", split, spec.top_k)
-        for split, documents in corpus.items()
-        for index, ids in enumerate(documents)
-    ]
-    for codec in codecs:
-        writer = teachercache.create(folder / codec, spec, codec=codec)
-        writer.commit("all", records)
-        writer.publish(allow_partial=True, allow_repeated_content=True)
-    return {codec: teachercache.open(folder / codec) for codec in codecs}
-
-
-def cache_spec(teacher: Path, config: Any, top_k: int) -> CacheSpec:
+def cache_spec(teacher: Path, config: Any, rows: Rows) -> CacheSpec:
     """Return the identity of the teacher's cache."""
     if not (teacher / "tokenizer.json").exists():
-        return synthetic_spec(vocab_size=config.vocab_size, top_k=top_k)
+        return synthetic_spec(vocab_size=config.vocab_size, rows=rows)
     digests = {"weights_digest": fingerprint_weights(teacher), "config_digest": fingerprint_config(teacher)}
     identity = TeacherSpec(name=teacher.name, dtype="float32", engine="hf", head_dtype="float32", **digests)
-    return CacheSpec(teacher=identity, tokenizer=fingerprint_tokenizer(teacher), rows=TopKRows(entries=top_k))
+    return CacheSpec(teacher=identity, tokenizer=fingerprint_tokenizer(teacher), rows=rows)
+
+
+def specs_for(runs: list[Run], teacher: Path, config: Any) -> dict[str, CacheSpec]:
+    """Return the spec of each cache that the runs need, by name; held-out rows are always those of `open`."""
+    vocab = config.vocab_size
+    plain = cache_spec(teacher, config, TopKRows(entries=min(100, vocab // 4)))
+    names = {"open"} | {run.cache for run in runs}
+    if any(name.startswith("thin") for name in names):
+        names.add("sampled-100")
+    found = {}
+    for name in sorted(names):  # open, sampled, thin: what is thinned comes before
+        kind, _, entries = name.partition("-")
+        rows = SampledRows.model_validate({"entries": int(entries)}) if entries else plain.rows
+        found[name] = plain.model_copy(update={"rows": rows}) if kind != "compact" else plain
+    return found
 
 
 @dataclass(frozen=True)
@@ -153,24 +249,30 @@ class Run:
     name: str
     loss: dict[str, Any]
     top_k: int | None
-    codec: str
+    cache: str
     seed: int
+    passes: int
     master: str | None  # of bf16 weights; None = float32 weights
 
     @classmethod
     def parse(cls, name: str, seed: int) -> Run:
         """Return the run of that name."""
         method, *rest = name.split("/")
-        tail = rest[0] if rest and rest[0] in TAILS else (None if method == "online" else "bucket")
+        cache = "compact" if "compact" in rest else "open"
+        loss: dict[str, Any] = {"method": method, "tail": rest[0] if rest and rest[0] in TAILS else "auto"}
+        if method in ("sampled", "thin"):
+            cache, loss = f"{method}-{rest[0]}", {"method": "fused", "tail": "sampled"}
+        elif method == "online" and loss["tail"] == "auto":
+            loss["tail"] = None
+        loss["ce_weight"] = next((float(part[2:]) for part in rest if part.startswith("ce")), 0.0)
         top_k = next((int(part[1:]) for part in rest if part.startswith("K")), None)
         master = next((part.removeprefix("bf16-") for part in rest if part.startswith("bf16-")), None)
         seed += sum(int(part.removeprefix("seed")) for part in rest if part.startswith("seed"))
-        codec = "compact" if "compact" in rest else "open"
-        return cls(name, {"method": method, "tail": tail}, top_k, codec, seed, master)
+        return cls(name, loss, top_k, cache, seed, 4 if "x4" in rest else 1, master)
 
 
 def train(
-    run: Run, folder: Path, sequences: Batches, heldout: Batches, teacher: Any, arguments: argparse.Namespace
+    run: Run, folder: Path, sequences: Batches, heldout: dict[str, Batches], teacher: Any, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Train one student and measure it; return the curve, the figures, and time and memory of a step."""
     device = next(teacher.parameters()).device
@@ -193,7 +295,10 @@ def train(
         curve.append(step.run([sequence], lr=lr).loss)
         times.append(time.perf_counter() - started)
     memory = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
-    figures = evaluate(model, heldout, **measured)
+    figures = evaluate(model, heldout["open"], **measured)
+    if run.cache in heldout and run.cache not in ("open", "compact"):
+        alone = evaluate(model, heldout[run.cache], **(measured | {"teacher": None}))
+        figures |= {"cache_alone_kl": alone["heldout_kl"], "cache_alone_error": alone["heldout_kl_standard_error"]}
     return {
         "run": run.name,
         "curve": curve,
@@ -214,12 +319,20 @@ def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
             for steps in (10, 100, len(difference)):
                 name = f"training loss, {other} against dense: largest relative difference of {steps} steps"
                 claims[name] = float(difference[:steps].max())
-    if "online" in by_run:
-        live = by_run["online"]["heldout_kl_full_vocabulary"]
+    for suffix in ("", "/x4"):
+        if f"online{suffix}" not in by_run:
+            continue
+        live = by_run[f"online{suffix}"]["heldout_kl_full_vocabulary"]
         for name, result in by_run.items():
-            if name != "online":
+            if name != f"online{suffix}" and name.endswith("/x4") == bool(suffix):
                 ratio = result["heldout_kl_full_vocabulary"] / live
                 claims[f"held-out full-vocabulary KL over online's: {name}"] = ratio
+    for name, result in by_run.items():
+        if "cache_alone_kl" in result:
+            gap = result["cache_alone_kl"] - result["heldout_kl_full_vocabulary"]
+            claims[f"held-out KL from the cache alone, in standard errors from the live figure: {name}"] = (
+                gap / result["cache_alone_error"]
+            )
     return claims
 
 
@@ -237,10 +350,16 @@ def write(report: dict[str, Any], out: Path) -> None:
 def merge(paths: list[Path], out: Path) -> None:
     """Write runs of one setting that were taken by several commands as one report."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    for other in reports[1:]:
-        if other["before"]["heldout_kl"] != reports[0]["before"]["heldout_kl"]:
+    order = [*ALL_RUNS, *GROUPS[1].split(), *GROUPS[2].split()]
+    reports = [one for one in reports if one["results"] or one["bytes_per_row"]]
+    begun = [one for one in reports if "before" in one]
+    for other in begun[1:]:
+        if not math.isclose(other["before"]["heldout_kl"], begun[0]["before"]["heldout_kl"], rel_tol=1e-4):
             raise SystemExit("the reports began with different students or documents: they cannot be compared")
-    write(reports[0] | {"results": [result for one in reports for result in one["results"]]}, out)
+    sizes = {name: size for one in reports for name, size in one.get("bytes_per_row", {}).items()}
+    results = [result for one in reports for result in one["results"]]
+    results.sort(key=lambda result: order.index(result["run"]) if result["run"] in order else len(order))
+    write(begun[0] | {"bytes_per_row": sizes, "results": results}, out)
 
 
 def tiny_teacher(out: Path) -> Path:
@@ -253,13 +372,36 @@ def tiny_teacher(out: Path) -> Path:
     return out
 
 
+def in_parallel(runs: list[Run], arguments: argparse.Namespace, models: Path) -> list[Path]:
+    """Start a process for each of --jobs shares of the runs, on the caches below `models`; return their reports.
+
+    A step waits for the CPU more than for the GPU, so some of them share one. Raises SystemExit where one fails.
+    """
+    folders = [arguments.out / f"job-{number}" for number in range(min(arguments.jobs, len(runs)))]
+    passed = ("device", "steps", "seq_len", "train_tokens", "heldout_tokens", "lr", "warmup", "seed")
+    common = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in passed]
+    common += ["--tiny"] if arguments.tiny else [f"--teacher={arguments.teacher}"]
+    children = []
+    for number, folder in enumerate(folders):
+        names = ",".join(run.name for run in runs[number :: len(folders)])
+        command = [sys.executable, __file__, *common, f"--runs={names}", f"--out={folder}", f"--models={models}"]
+        children.append(subprocess.Popen(command))
+    failed = [child.args for child in children if child.wait()]
+    if failed:
+        print(f"{len(failed)} of {len(children)} processes failed: {failed}", file=sys.stderr)
+    return [path for folder in folders if (path := folder / "parity.json").exists()]
+
+
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, help="a Hugging Face folder")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", type=Path, help="where student and caches are made and found; default: OUT/models")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--runs", default=",".join(ALL_RUNS), help=f"comma-separated, of {', '.join(ALL_RUNS)}")
+    parser.add_argument("--runs", help=f"comma-separated, of {', '.join(ALL_RUNS)}, or the names of --group")
+    parser.add_argument("--group", type=int, choices=GROUPS, help="the runs of one half of the comparison of rows")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the GPU")
     numbers = {"steps": 500, "seq-len": 2048, "train-tokens": 1_000_000, "heldout-tokens": 50_000, "lr": 1e-3}
     for name, default in (numbers | {"warmup": 10, "seed": 0}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -270,58 +412,96 @@ def main() -> None:
     if arguments.merge:
         merge([Path(path) for path in arguments.merge.split(",")], arguments.out)
         return
-    scratch = arguments.out / "models"
+    models = arguments.models or arguments.out / "models"
     if arguments.tiny:
-        teacher_folder, arguments.seq_len, arguments.lr = tiny_teacher(scratch / "teacher"), 128, 1e-2
+        teacher_folder, arguments.seq_len, arguments.lr = models / "teacher", 128, 1e-2
+        if not teacher_folder.exists():
+            tiny_teacher(teacher_folder)
         corpus, arguments.steps = random_text(), min(arguments.steps, 60)
     elif arguments.teacher is None:
         parser.error("--teacher is needed unless --tiny")
     else:
         teacher_folder = arguments.teacher
         corpus = real_text(teacher_folder, arguments.seq_len, arguments.train_tokens, arguments.heldout_tokens)
-    student_folder = scratch / "student"
+    student_folder = models / "student"
     if not student_folder.exists():
         init_student(teacher_folder, student_folder, layers="every-2")
     device = torch.device(arguments.device)
     teacher = student.load_student(teacher_folder, dtype=torch.float32, device=device).eval().requires_grad_(False)
-    vocab_size = teacher.config.vocab_size
     started = time.monotonic()
-    spec = cache_spec(teacher_folder, teacher.config, min(100, vocab_size // 4))
-    runs = [Run.parse(name, arguments.seed) for name in arguments.runs.split(",")]
-    # Held-out rows come from the open codec whatever a student trains on.
-    codecs = {"open"} | {run.codec for run in runs}
-    caches = write_caches(teacher, corpus, spec, scratch / "cache", codecs)
-    rows = caches["open"].manifest.rows
-    heldout = list(PackedCache(caches["open"], split="heldout", seq_len=arguments.seq_len, shuffle=False, epochs=1))
+    names = GROUPS[arguments.group].split() if arguments.group else ALL_RUNS
+    names = arguments.runs.split(",") if arguments.runs else names
+    runs = [Run.parse(name, arguments.seed) for name in names]
+    caches = open_caches(teacher, corpus, models / "cache", specs_for(runs, teacher_folder, teacher.config))
+    rows, top_k = caches["open"].manifest.rows, caches["open"].spec.top_k
     print(f"{rows:,} teacher rows in {len(caches)} caches, {time.monotonic() - started:.0f} s", flush=True)
+    report: dict[str, Any] = {
+        "machine": machine(device),
+        "settings": {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)},
+        "rows": rows,
+        "top_k": top_k,
+        "bytes_per_row": {} if arguments.models else bytes_per_row(caches, models),
+        "results": [],
+    }
+    print(json.dumps(report["bytes_per_row"]), f"{time.monotonic() - started:.0f} s", flush=True)
+    if arguments.jobs > 1:
+        del teacher
+        write(report, arguments.out)
+        reports = in_parallel(runs, arguments, models)
+        merge([*reports, arguments.out / "parity.json"], arguments.out)
+        report = json.loads((arguments.out / "parity.json").read_text(encoding="utf-8"))
+    else:
+        train_all(runs, caches, report, student_folder, teacher, arguments)
+    for claim, value in report["claims"].items():
+        print(f"{claim}: {value:.5g}")
+    print(f"{len(report['results'])} of {len(runs)} runs, {time.monotonic() - started:.0f} s", flush=True)
+    if len(report["results"]) < len(runs):
+        raise SystemExit(1)
 
-    @cache
-    def batches(codec: str, seed: int) -> Batches:
-        packed = PackedCache(caches[codec], seq_len=arguments.seq_len, epochs=None, seed=seed)
+
+def train_all(
+    runs: list[Run],
+    caches: dict[str, teachercache.Cache],
+    report: dict[str, Any],
+    student_folder: Path,
+    teacher: Any,
+    arguments: argparse.Namespace,
+) -> None:
+    """Train and measure the student of each run, and write the report after each."""
+    device = next(teacher.parameters()).device
+    heldout = {
+        name: list(PackedCache(cache, split="heldout", seq_len=arguments.seq_len, shuffle=False, epochs=1))
+        for name, cache in caches.items()
+    }
+
+    @cache_of
+    def batches(name: str, seed: int, passes: int) -> Batches:
+        weights = {QUARTER: 1.0} if passes > 1 else None
+        packed = PackedCache(caches[name], seq_len=arguments.seq_len, epochs=None, seed=seed, weights=weights)
         return list(islice(packed, arguments.steps))
 
-    settings = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
-    report: dict[str, Any] = {"machine": machine(device), "settings": settings, "rows": rows, "top_k": spec.top_k}
     untrained = student.load_student(student_folder, dtype=torch.float32, device=device)
-    before = evaluate(untrained, heldout, vocab_size=vocab_size, attention_kind="documents", teacher=teacher)
-    report |= {"results": [], "before": before}
-    print(f"before: full-vocabulary KL {before['heldout_kl_full_vocabulary']:.4f}", flush=True)
+    measured = {"vocab_size": teacher.config.vocab_size, "attention_kind": "documents", "teacher": teacher}
+    report["before"] = evaluate(untrained, heldout["open"], **measured)
+    print(f"before: full-vocabulary KL {report['before']['heldout_kl_full_vocabulary']:.4f}", flush=True)
     del untrained
     for run in runs:
-        sequences, same = batches(run.codec, run.seed), batches("open", run.seed)
-        assert [s.documents for s in sequences] == [s.documents for s in same], "the codecs gave different batches"
+        sequences, same = (batches(name, run.seed, run.passes) for name in (run.cache, "open"))
+        assert [s.documents for s in sequences] == [s.documents for s in same], "the caches gave different batches"
         result = train(run, student_folder, sequences, heldout, teacher, arguments)
         report["results"].append(result)
         write(report, arguments.out)
         memory = f", {result['peak_gib']:.1f} GiB" if result["peak_gib"] is not None else ""
+        alone = ""
+        if "cache_alone_kl" in result:
+            alone = f" (cache alone {result['cache_alone_kl']:.4f} ± {result['cache_alone_error']:.4f})"
         print(
-            f"{run.name:>28}: held-out KL full {result['heldout_kl_full_vocabulary']:.4f}, K+1 {result['heldout_kl']:.4f}, "
+            f"{run.name:>28}: held-out KL full {result['heldout_kl_full_vocabulary']:.4f}"
+            f"{alone}, K+1 {result['heldout_kl']:.4f}, "
             f"top-1 {result['top1_agreement']:.2%}, perplexity {result['perplexity']:.2f}, ECE {result['ece']:.4f}, "
             f"loss {result['curve'][-1]:.4f}, {result['step_ms']:.0f} ms a step{memory}",
             flush=True,
         )
-    for claim, value in report["claims"].items():
-        print(f"{claim}: {value:.5g}")
 
 
 if __name__ == "__main__":
