@@ -14,6 +14,7 @@ everything under `run` may change between two runs of the same job without chang
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -218,6 +219,9 @@ class ChatConfig(_Strict):
 
     template: str | None = Field(None, description="path of a Jinja file; the tokenizer's template by default")
     template_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the template")
+    date: datetime.date | None = Field(
+        None, description="day that the template prints, if it prints one; by default the day of the cache's first plan"
+    )
     system: str | None = Field(None, description="system prompt put before conversations that have none")
     mask: Literal["assistant", "all"] = Field("assistant", description="which tokens a student learns")
     rows: Literal["all", "masked"] = Field("all", description="`masked` stores rows only where the mask is true")

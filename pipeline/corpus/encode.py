@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,17 @@ class Encoder:
             raise UsageError(f"recipe.chat.template or {model_path}: {str(error).splitlines()[0]}") from error
         if not (template or tokenizer.chat_template):
             raise UsageError(f"{model_path}: the tokenizer has no chat template; set recipe.chat.template")
-        return ChatTemplate(tokenizer, template, chat.template_args, self._special)
+        return ChatTemplate(tokenizer, template, chat.template_args, self._special, chat.date)
+
+    def set_date(self, day: str) -> JobConfig:
+        """Let the template print this day (YYYY-MM-DD) and return the job with it, as actors must get it."""
+        assert self.chat is not None, "a job without messages has no template"
+        date = datetime.date.fromisoformat(day)
+        self.chat.set_date(date)
+        recipe = self.job.recipe
+        chat = recipe.chat.model_copy(update={"date": date})
+        self.job = self.job.model_copy(update={"recipe": recipe.model_copy(update={"chat": chat})})
+        return self.job
 
     def render(self, *arguments: Any, **named: Any) -> str:
         """Render a conversation by the job's chat template; see ChatTemplate.render."""

@@ -39,6 +39,11 @@ def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(sorted((re.escape(t) for t in tokens if t), key=len, reverse=True)) or r"(?!)")
 
 
+def may_print_date(template: str) -> bool:
+    """Return whether a template asks for the day."""
+    return "strftime_now" in template
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A conversation as text; spans: what is learnt; unprinted: keys of turns that the template leaves out."""
@@ -66,8 +71,7 @@ class ChatTemplate:
         self._tokenizer, self._template, self._special = tokenizer, template, special
         self._arguments = dict(arguments)
         if date is not None:
-            moment = datetime.datetime(date.year, date.month, date.day)
-            self._arguments.setdefault("strftime_now", moment.strftime)
+            self.set_date(date)
         self._habits: dict[tuple[str, bool], Habits] = {}
 
     @property
@@ -78,7 +82,11 @@ class ChatTemplate:
     @property
     def prints_date(self) -> bool:
         """Return whether the text depends on the day, unless an argument of the template fixes it."""
-        return "strftime_now" in self.source and not {"date_string", "strftime_now"} & self._arguments.keys()
+        return may_print_date(self.source) and not {"date_string", "strftime_now"} & self._arguments.keys()
+
+    def set_date(self, date: datetime.date) -> None:
+        """Let the template print this day, at midnight, instead of the clock's."""
+        self._arguments.setdefault("strftime_now", datetime.datetime(date.year, date.month, date.day).strftime)
 
     # -- rendering -----------------------------------------------------------------------------------------------
 

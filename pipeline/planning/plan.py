@@ -30,6 +30,7 @@ from pipeline.planning.sample import (
     shape_of,
     share_warning,
     take_sample,
+    template_warnings,
     text_units,
 )
 from teachercache.errors import UsageError
@@ -120,6 +121,7 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPl
         samples = [(file, entry[3]) for file, entry in zip(files, planned, strict=True)]
         if files or not twice:
             check_source(corpus, samples, lenient=job.run.max_drop_share >= 1)
+        warnings += template_warnings(corpus, samples)
         warnings += share_warning(corpus, samples, job.run.max_drop_share)
         estimates.append(total)
         stored["corpora"].append(corpus.model_dump(mode="json"))

@@ -29,11 +29,15 @@ class Use:
 
 @dataclass(slots=True)
 class PriorPlans:
-    """Committed shards, and how the inputs that have some were cut, by which recipe, for which source and splits."""
+    """Committed shards, and how the inputs that have some were cut, by which recipe, for which source and splits.
+
+    date: the day that chat templates print, by the first plan that has one (YYYY-MM-DD).
+    """
 
     committed: Set[str] = frozenset()
     cuts: dict[tuple[str, str], list[Cut]] = field(default_factory=dict)  # (input digest, recipe digest)
     uses: dict[tuple[str, str], dict[str, Use]] = field(default_factory=dict)  # (source, input digest) → recipe digest
+    date: str | None = None
 
     def use(self, url: str, input_digest: str, recipe: str, tree: dict[str, Any]) -> None:
         """Note that a job uses an input. Raises UsageError where its source and split have it under another recipe."""
@@ -67,6 +71,7 @@ def differences(then: Any, now: Any, name: str = "") -> list[str]:
 def read_prior_plans(ledger: Ledger) -> PriorPlans:
     """Read the plans of a cache, one in memory at a time; none where nothing is committed."""
     prior = PriorPlans(ledger.committed())
+    dates: list[tuple[str, str]] = []
     for found in ledger.store.list(PLANS) if prior.committed else ():
         plan = read_sealed(ledger.store, Plan, found.path)
         digests = plan.job.get("recipe_digests", [])
@@ -84,4 +89,8 @@ def read_prior_plans(ledger: Ledger) -> PriorPlans:
                 uses.setdefault(key[1], Use(set(), tree)).splits.update(splits_of(tree["corpus"]))
         for key in begun:
             prior.cuts.setdefault(key, ranges[key])
+        dates += [
+            (plan.created, date) for recipe in plan.job.get("recipes", []) if (date := recipe["chat"].get("date"))
+        ]
+    prior.date = min(dates)[1] if dates else None
     return prior

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.config import CorpusConfig, JobConfig
 from pipeline.corpus.documents import ascii_json
+from pipeline.corpus.templates import may_print_date
 
 RECIPE_VERSION = 2  # raise when the code makes other rows from the same recipe: every shard then gets another id
 
@@ -22,6 +23,8 @@ def recipe_of(job: JobConfig, corpus: CorpusConfig, template: str | None, *, bri
     chat = recipe.setdefault("chat", {})
     if corpus.fields.kind == "messages":
         chat["template"] = hashlib.sha256((template or "").encode()).hexdigest()
+        if not may_print_date(template or ""):
+            chat.pop("date", None)
     else:  # of the options for conversations, this one alone acts on others
         recipe["chat"] = {"rows": chat["rows"]} if chat.get("rows", "all") != "all" else {}
     if job.recipe.mode != "generate":

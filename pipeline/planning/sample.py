@@ -55,6 +55,7 @@ class Sample:
     drops: Counter[str] = field(default_factory=Counter)
     fields: set[str] = field(default_factory=set)  # names that documents without a wanted field do have
     details: dict[str, str] = field(default_factory=dict)  # of the first drop of each reason
+    unprinted: Counter[str] = field(default_factory=Counter)  # keys of turns that the chat template leaves out
     whole: bool = False  # the sample is the file
     identity: str | None = None  # what a file is that cannot be read, by its first bytes
 
@@ -128,6 +129,7 @@ def take_sample(file: InputFile, shape: InputShape, corpus: CorpusConfig, job: J
         try:
             if isinstance(tokens, Dropped):
                 raise tokens
+            sample.unprinted.update(tokens.unprinted)
             windows = [] if generates else list(encoder.windows(document, tokens))
             sample.documents += 1
             longest = max(longest, round(len(document.text.encode()) * scale))
@@ -263,6 +265,34 @@ def share_warning(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, Sampl
         f"source {corpus.source!r}: {lost} of {seen} documents of a sample cannot be used ({said}); a run stops at "
         f"more than {most:.0%} (run.max_drop_share)"
     ]
+
+
+NOT_PRINTED = {  # reasons of chat_spans.py, and the key of a turn
+    "template_drops_call": "tool_calls",
+    "template_drops_turn": "content",
+    "template_drops_thought": "the thoughts (reasoning_content, reasoning or thinking)",
+}
+
+
+def template_warnings(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, Sample]]) -> list[str]:
+    """Return a warning for every key of a turn that the chat template does not print, as far as the samples show it."""
+    dropped, unprinted, seen = Counter[str](), Counter[str](), 0
+    for _, sample in samples:
+        dropped.update({reason: count for reason, count in sample.drops.items() if reason in NOT_PRINTED})
+        unprinted.update(sample.unprinted)
+        seen += sample.failures + sample.documents
+    ways = "use a template that prints it (recipe.chat.template)"
+    lost = [
+        f"source {corpus.source!r}: the chat template does not print {NOT_PRINTED[reason]} of some turns; {count} of {seen} "
+        f"sampled documents are dropped ({reason}): {ways}"
+        for reason, count in dropped.items()
+    ]
+    silent = [
+        f"source {corpus.source!r}: the chat template does not print {key} of some turns in {count} of {seen} sampled "
+        f"documents, so no student learns it: {ways}, or leave it out of the corpus"
+        for key, count in unprinted.items()
+    ]
+    return lost + silent
 
 
 def text_units(file: InputFile, shape: InputShape, corpus: CorpusConfig, sample: Sample) -> float:

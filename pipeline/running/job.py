@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +78,11 @@ def absolute(job: JobConfig) -> JobConfig:
     return job.model_copy(update=changed)
 
 
+def today() -> str:
+    """Return the day by UTC, YYYY-MM-DD."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def prepare(job: JobConfig) -> Prepared:
     """Resolve the model, its identity and tokenizer, and plan; nothing is written."""
     job = absolute(job)
@@ -84,6 +90,8 @@ def prepare(job: JobConfig) -> Prepared:
     spec = build_spec(job, model)
     prior = check_cache(job, spec)
     encoder = Encoder(job, model, spec.tokenizer)
+    if encoder.chat is not None and encoder.chat.prints_date:  # one day a cache, whenever its shards are made
+        job = encoder.set_date(prior.date or today())
     return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, prior))
 
 
