@@ -99,7 +99,10 @@ def main() -> None:
                 taken = {side: seconds(side, kind) for side in order}
                 pairs.append({side: round(taken[side], 4) for side in ("old", "new")})
             ratios = [pair["old"] / pair["new"] for pair in pairs[1:]]
-            report["kinds"][kind] = {"median_ratio": round(statistics.median(ratios), 3), "processor_seconds": pairs[1:]}
+            report["kinds"][kind] = {
+                "median_ratio": round(statistics.median(ratios), 3),
+                "processor_seconds": pairs[1:],
+            }
             print(f"{kind}: {statistics.median(ratios):.2f} × the speed of {options.commit}", flush=True)
         for process in sides.values():
             process.communicate()

@@ -196,7 +196,7 @@ def owned(text: str, notes: Iterable[Note]) -> str:
 
 def plain(text: str) -> str:
     """Return a str without notes."""
-    return "".join(text) if type(text) is not str else text
+    return str.__getitem__(text, slice(None)) if type(text) is not str else text
 
 
 def join(pieces: Iterable[str], separator: str = "") -> str:
