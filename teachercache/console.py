@@ -106,12 +106,12 @@ def _fail(said: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def missing_module(error: ModuleNotFoundError) -> str:
+def missing_module(error: ModuleNotFoundError, *, needs: str = "this command needs") -> str:
     """Return one sentence that says what to install."""
     module = (error.name or "").split(".")[0]
     extra = EXTRAS.get(module)
     how = f"in a clone of teachercache, pip install '.[{extra}]'" if extra else f"pip install {module}"
-    return f"this command needs the package {module}, which is not installed: {how}"
+    return f"{needs} the package {module}, which is not installed: {how}"
 
 
 def text_console(*, stderr: bool = False) -> Console:

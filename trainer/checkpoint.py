@@ -19,6 +19,7 @@ import re
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from teachercache.errors import MissingObject, TeacherCacheError, UnsafeManifest
 from teachercache.format.layout import FILE_NAME, check_name
 from teachercache.store.failures import retry_while_unavailable
 from teachercache.store.store import ObjectInfo, Store
+from trainer import hub
 
 INDEX = "checkpoints.json"
 FINAL = "final"
@@ -89,6 +91,11 @@ class CheckpointFolder:
         self.url, self.store = url, Store.open(url)
         self.local = Path(self.store.root) if self.store.is_local else None
 
+    @property
+    def disk(self) -> Path:
+        """Where checkpoints are written first: the folder, or TMPDIR for one on an object store."""
+        return self.local or Path(tempfile.gettempdir())
+
     def index(self) -> CheckpointIndex:
         """Return what counts, by step; empty when there is nothing yet.
 
@@ -100,11 +107,9 @@ class CheckpointFolder:
             index = CheckpointIndex.model_validate_json(text) if text else CheckpointIndex()
         except ValueError as error:
             raise TeacherCacheError(f"{self.url}/{INDEX} is damaged: remove it to start anew, or restore it") from error
-        for column in ([entry.step for entry in index.checkpoints], [entry.folder for entry in index.checkpoints]):
-            if len(set(column)) < len(column):
-                raise TeacherCacheError(
-                    f"{self.url}/{INDEX} is damaged: it has {max(column, key=column.count)} twice; restore it"
-                )
+        named = Counter(name for entry in index.checkpoints for name in (entry.folder, f"step {entry.step}"))
+        if twice := [name for name, count in named.items() if count > 1]:
+            raise TeacherCacheError(f"{self.url}/{INDEX} is damaged: it has {ascii(twice[0])[1:-1]} twice; restore it")
         for entry in index.checkpoints:
             if STEP_FOLDER.fullmatch(entry.folder) is None:
                 raise UnsafeManifest(
@@ -258,14 +263,19 @@ def _discard_all() -> None:
 
 
 def resolve_model_folder(url: str) -> Path:
-    """Return the local model folder that a configuration means: a Hugging Face folder, or what a run trained.
+    """Return the local model folder that a configuration means: a Hugging Face folder, a Hub id, or what a run trained.
 
-    That is `final` if the run finished, otherwise its newest checkpoint. Remote folders are downloaded; `discard`
+    Of a run that is `final` if the run finished, otherwise its newest checkpoint. Remote folders are downloaded; `discard`
     removes the copy. Raises UsageError when there is neither.
     """
+    if hub.is_hub_id(url):
+        return hub.snapshot(url)
     run = CheckpointFolder(url)
     if run.local and not run.local.is_dir():
-        raise UsageError(f"there is no folder {url}; expected a Hugging Face model folder or an output of this trainer")
+        raise UsageError(
+            f"there is no folder {url}; expected a Hugging Face model folder, an output of this trainer, or a Hub id "
+            "(owner/model, owner/model@revision)"
+        )
     if run.get_text("config.json"):
         return run.fetch_model()
     index = run.index()

@@ -123,10 +123,15 @@ def _print(result: dict[str, Any], as_json: bool, title: str) -> None:
         return
     table = Table("", title, show_lines=False)
     for key, value in result.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{name} {number}" for name, number in value.items())
-        table.add_row(key, f"{value:.5g}" if isinstance(value, float) else str(value))
+        for name, part in value.items() if isinstance(value, dict) else [("", value)]:
+            table.add_row(f"{key} {name}".strip().replace("_", " "), _number(part))
     text_console().print(table)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:,.5g}" if isinstance(value, float) else str(value)
 
 
 def _quiet() -> None:

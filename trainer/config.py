@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from teachercache import configfile
 from teachercache.format.spec import Rows, SampledRows, TopKRows
-from teachercache.store.store import check_url
+from teachercache.store.store import check_url, refuse_credentials
 from trainer.losses.options import LossOptions, Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
@@ -262,12 +262,43 @@ class EvalConfig(Section):
     max_rows: int | None = Field(None, ge=1, description="Stop after this many rows; the same rows every time.")
 
 
+class WandbConfig(Section):
+    """Where a run's page is at Weights & Biases; the package's own settings and environment decide what is left out."""
+
+    project: str | None = Field(None, description="Its project.")
+    entity: str | None = Field(None, description="Its user or team.")
+    tags: list[str] = Field([], description="Its tags.")
+
+
+class MlflowConfig(Section):
+    """Where a run is in MLflow."""
+
+    tracking_uri: str | None = Field(None, description="A server or a folder; default: MLFLOW_TRACKING_URI.")
+    experiment: str | None = Field(None, description="Its experiment, made where it is missing; default: `Default`.")
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _no_credentials(cls, url: str | None) -> str | None:
+        refuse_credentials(url or "")
+        return url
+
+
 class LogConfig(Section):
     """Where a run's numbers go, next to metrics.jsonl."""
 
     every_steps: int = Field(1, ge=1, description="Steps between two lines.")
     tensorboard: bool = Field(True, description="Write TensorBoard's files.")
-    wandb: bool = Field(False, description="Log to Weights & Biases; a resumed run continues its page.")
+    wandb: WandbConfig | None = Field(
+        None, description="Log to Weights & Biases; a resumed run continues its page. `true` takes the defaults."
+    )
+    mlflow: MlflowConfig | None = Field(
+        None, description="Log to MLflow; a resumed run continues its run there. `true` takes the defaults."
+    )
+
+    @field_validator("wandb", "mlflow", mode="before")
+    @classmethod
+    def _switched(cls, value: object) -> object:
+        return ({} if value else None) if isinstance(value, bool) else value
 
 
 class TrainerConfig(Section):
@@ -275,14 +306,17 @@ class TrainerConfig(Section):
 
     cache: str = Field(description="URL of the cache: s3://bucket/path, or a folder.")
     manifest: int | None = Field(None, description="Pin one manifest by number; default: the newest at first start.")
-    student: str = Field(description="A Hugging Face folder or an output of this trainer, local or s3://…")
+    student: str = Field(
+        description="A Hugging Face folder or an output of this trainer, local or s3://…; or a Hub id, owner/model[@revision]."
+    )
     output: str | None = Field(None, description="Checkpoints and logs: a folder or s3://…; `fit` requires it.")
     take_over: bool = Field(
         False,
         description="Continue a run whose machine is gone; refused while its heartbeat is younger than two minutes.",
     )
     teacher: str | None = Field(
-        None, description="A live teacher, for full-vocabulary KL in `eval` and for loss.method=online."
+        None,
+        description="A live teacher, named as `student` is, for full-vocabulary KL in `eval` and for loss.method=online.",
     )
     split: str = Field("train", description="The split to train on.")
     seed: int = Field(0, description="Decides the order of the data, and new adapters.")

@@ -171,7 +171,7 @@ def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:
     folder = resolve_model_folder(config.student)
     cache = setup.open_cache(config.cache, config.manifest)
     student.check_fits(folder, cache)
-    cache.files(split=split)
+    setup.check_split(cache, split, "split")
     result = evaluate(
         setup.load_frozen(folder, compute, trust_remote_code=config.trust_remote_code),
         heldout_sequences(cache, split, config.data.seq_len, config.eval.max_rows, pad=compute.on_gpu),

@@ -16,7 +16,7 @@ from teachercache import Cache
 from teachercache.console import say, stop_on_signals
 from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.read.cache import made_up_message
-from trainer import resume, setup
+from trainer import limits, resume, setup
 from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder, wait_for_store
 from trainer.config import TrainerConfig
 from trainer.data.dataset import PackedCache
@@ -62,7 +62,7 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         say(f"{config.output} is finished: step {saved.state['step']:,}; for another run choose another output")
         summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
         return summary
-    resume.check_names(config, cache)
+    setup.check_names(config, cache)
     setup.configure_torch(config.train)
     lease.acquire()
     try:
@@ -70,9 +70,11 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
         if (latest.step if latest else None) != (saved.state["step"] if saved else None):
             raise UsageError(f"another run saved to {config.output} just now: run the same command again")
         folder.sweep()
-        run = _Run(config, cache, folder, source, saved, compute, lease, models)
+        with limits.explained(config, folder.disk, 0):
+            run = _Run(config, cache, folder, source, saved, compute, lease, models)
         discard(source)  # everything of it is loaded; of a large student it is tens of GB
-        return run.train()
+        with limits.explained(config, folder.disk, run.checkpoint_bytes):
+            return run.train()
     finally:
         lease.release()
 
@@ -99,6 +101,9 @@ class _Run:
             accumulate_in_float32(self.model)
         teacher = setup.load_teacher(config, compute) if config.loss.method == "online" else None
         self.vocab_size = cache.spec.tokenizer.vocab_size
+        self.kernels = setup.kernels_line(config, self.model, optimizer, compute)
+        self.checkpoint_bytes = limits.checkpoint_bytes(self.model, config.optim, adapters=config.lora is not None)
+        limits.check_room(folder.disk, self.checkpoint_bytes)
         self.step = Step(
             self.model, optimizer, config, attention_kind=compute.attention, vocab_size=self.vocab_size, teacher=teacher
         )
@@ -208,8 +213,8 @@ class _Run:
         log.write("eval", step, result)
         error = f" ± {result['heldout_kl_standard_error']:.4f}" if "heldout_kl_standard_error" in result else ""
         screen.say(
-            f"step {step}: held-out KL {result['heldout_kl']:.4f}{error} nats, top-1 agreement "
-            f"{result['top1_agreement']:.1%}, perplexity {result['perplexity']:.2f} ({result['rows']} rows)"
+            f"step {step:,}: held-out KL {result['heldout_kl']:.4f}{error} nats, top-1 agreement "
+            f"{result['top1_agreement']:.1%}, perplexity {result['perplexity']:,.2f} ({result['rows']:,} rows)"
         )
         self.checkpoints.evaluated = (step, result["heldout_kl"])
 
@@ -217,9 +222,10 @@ class _Run:
         """Return what to say before the first step."""
         step, parameters = self.progress.step, sum(parameter.numel() for parameter in self.model.parameters())
         lines = [
-            f"{f'resuming after step {step}' if step else 'starting'}: {parameters / 1e6:.1f} M parameters on "
-            f"{self.compute.device}, manifest {self.cache.manifest.number} of {self.cache.url}, "
-            f"{self.progress.total_tokens:,} tokens in split {self.config.split}, attention {self.compute.attention}"
+            f"{f'resuming after step {step:,}' if step else 'starting'}: {parameters / 1e6:,.1f} M parameters on "
+            f"{self.compute.device}, manifest {self.cache.manifest.number} of {self.cache.url}",
+            self.kernels,
+            "the loss is the mean over teacher rows in nats; it is 0 where the student agrees with its teacher",
         ]
         data = (self.cache, self.config.split, self.config.data.seq_len, self.config.data.long_documents)
         lines.append(wait_for_store(lambda: describe_lengths(*data), "reading the cache"))

@@ -6,30 +6,33 @@ import json
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from teachercache.console import say, text_console
+from teachercache.console import note, say, text_console
 from teachercache.errors import UsageError
+from teachercache.format.layout import check_name
 from trainer.checkpoint import CheckpointFolder
-from trainer.config import TrainerConfig
+from trainer.config import MlflowConfig, TrainerConfig
 from trainer.data.sequence import PackedSequence
 from trainer.flops import matmul_parameters, measured_matmul_rate, step_flops
 from trainer.model import Model
 
 METRICS = "metrics.jsonl"
 WANDB_ID = "wandb_id"
+MLFLOW_ID = "mlflow_run_id"
 
 
 class MetricsLog:
     """Write one JSON object a line, to a local file that is copied along with the checkpoints of a remote run.
 
     A resumed run drops the lines of steps that it is about to take again, so the file reads like an uninterrupted one.
-    Raises UsageError for log.wandb without the package.
+    Raises UsageError for log.wandb and log.mlflow without their packages.
     """
 
     def __init__(self, folder: CheckpointFolder, config: TrainerConfig, *, resumed_step: int) -> None:
@@ -45,17 +48,21 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self._workdir / "tensorboard"), purge_step=resumed_step + 1)
+        name, settings = folder.url.rstrip("/").rsplit("/", 1)[-1], config.model_dump(mode="json")
         self._wandb: Any = None
-        if config.log.wandb:
+        if config.log.wandb is not None:
             try:
                 import wandb
             except ImportError as error:
-                raise UsageError("log.wandb=true needs the package wandb (pip install wandb)") from error
+                raise UsageError("log.wandb needs the package wandb (pip install wandb)") from error
+            where = {key: value for key, value in config.log.wandb.model_dump().items() if value}
             # The id lies with the run: the same command, resumed on another machine, continues the same page.
-            run_id = folder.get_text(WANDB_ID) or uuid.uuid4().hex[:12]
+            run_id = _kept_id(folder, WANDB_ID) or uuid.uuid4().hex[:12]
             folder.put(WANDB_ID, run_id.encode())
-            name, settings = folder.url.rstrip("/").rsplit("/", 1)[-1], config.model_dump(mode="json")
-            self._wandb = wandb.init(id=run_id, name=name, config=settings, resume="allow", dir=str(self._workdir))
+            self._wandb = wandb.init(
+                id=run_id, name=name, config=settings, resume="allow", dir=str(self._workdir), **where
+            )
+        self._mlflow = _MlflowRun(folder, config.log.mlflow, name, settings) if config.log.mlflow is not None else None
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Add one line {"kind": ..., "step": ..., **values} and the same numbers elsewhere."""
@@ -67,6 +74,8 @@ class MetricsLog:
                 self._board.add_scalar(key, value, step)
         if self._wandb:
             self._wandb.log(numbers, step=step)
+        if self._mlflow:
+            self._mlflow.log(numbers, step)
 
     def sync(self) -> None:
         """Copy the log, and TensorBoard's files, to the run's folder if that is remote."""
@@ -85,6 +94,67 @@ class MetricsLog:
             self._board.close()
         if self._wandb:
             self._wandb.finish()
+        if self._mlflow:
+            self._mlflow.finish()
+
+
+class _MlflowRun:
+    """One run in MLflow through its client, which leaves the process's global state alone.
+
+    A server that does not answer costs the figures of those steps there and a line, not the run.
+    """
+
+    def __init__(self, folder: CheckpointFolder, config: MlflowConfig, name: str, settings: dict[str, Any]) -> None:
+        try:
+            from mlflow.entities import Metric, Param
+            from mlflow.tracking import MlflowClient
+        except ImportError as error:
+            raise UsageError("log.mlflow needs the package mlflow (pip install mlflow-skinny)") from error
+        self._metric, self._missed = Metric, False
+        try:
+            self._client = MlflowClient(tracking_uri=config.tracking_uri)
+            self._run_id = _kept_id(folder, MLFLOW_ID)
+            if self._run_id:
+                self._client.update_run(self._run_id, status="RUNNING")
+                return
+            experiment = config.experiment or "Default"
+            found = self._client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+            self._run_id = self._client.create_run(number, run_name=name).info.run_id
+            folder.put(MLFLOW_ID, self._run_id.encode())
+            flat = [Param(key, str(value)[:500]) for key, value in _flat(settings)]
+            for start in range(0, len(flat), 100):  # the most that one request may hold
+                self._client.log_batch(self._run_id, params=flat[start : start + 100])
+        except Exception as error:
+            raise UsageError(f"log.mlflow: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        try:
+            metrics = [self._metric(key, float(value), now, step) for key, value in numbers.items()]
+            self._client.log_batch(self._run_id, metrics=metrics)
+        except Exception as error:
+            if not self._missed:
+                note(f"MLflow took no figures at step {step:,} ({type(error).__name__}); {METRICS} has them all")
+            self._missed = True
+
+    def finish(self) -> None:
+        with suppress(Exception):
+            self._client.set_terminated(self._run_id)
+
+
+def _kept_id(folder: CheckpointFolder, name: str) -> str:
+    """Return the id that a run keeps in a file of its folder, or ""."""
+    kept = folder.get_text(name)
+    return check_name(kept, f"{folder.url}/{name}") if kept else ""
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _is_before(line: str, resumed_step: int) -> bool:
@@ -122,7 +192,8 @@ class Meter:
 
     def line(self, values: dict[str, float]) -> str:
         """Return a step's figures, its loss among them, as a line for people."""
-        text = f"loss {values['loss']:.4f}, {values['tokens_per_s']:,.0f} tokens/s, {values['tflops']:.2f} TFLOP/s"
+        text = f"loss {values['loss']:.4f}, {values['tokens_per_s']:,.0f} tokens/s"
+        text += f", {values['tflops']:,.0f} TFLOP/s" if values["tflops"] >= 1 else ""  # on a CPU it says nothing
         if "matmul_share" in values:
             text += f" ({values['matmul_share']:.0%} of the matrix rate), {values['memory_gib']:.1f} GiB"
         return text
@@ -142,6 +213,7 @@ class Screen:
     def __init__(self, *, every_s: float = 5.0) -> None:
         self._console = text_console(stderr=True)
         self._every_s, self._last = every_s, 0.0
+        self._waiting = ""  # the newest step's line where it was not printed: the last one is
         self._bar: Progress | None = None
         self._task: Any = None
         if self._console.is_terminal:
@@ -162,12 +234,23 @@ class Screen:
         """Show a step: the share of the run in [0, 1], a text, and the seconds left if they are known."""
         if self._bar:
             self._bar.update(self._task, completed=progress, step=step, text=text)
-        elif time.monotonic() - self._last >= self._every_s or step == 1:
+            return
+        left = f", {_duration(remaining_s)} left" if remaining_s is not None and progress < 1 else ""
+        self._waiting = f"step {step:,} ({progress:.0%}{left}): {text}"
+        if time.monotonic() - self._last >= self._every_s or step == 1:
             self._last = time.monotonic()
-            left = f", {remaining_s:.0f} s left" if remaining_s is not None else ""
-            self.say(f"step {step} ({progress:.0%}{left}): {text}")
+            self.say(self._waiting)
+            self._waiting = ""
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Leave the bar as it is, or print the last step's line if it was not."""
         if self._bar:
             self._bar.stop()
+        elif self._waiting:
+            self.say(self._waiting)
+            self._waiting = ""
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s" if rest >= 60 else f"{rest} s"

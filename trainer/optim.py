@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from teachercache.console import missing_module
 from teachercache.errors import UsageError
 from trainer.config import OptimConfig
 from trainer.model import Model
@@ -62,7 +63,8 @@ def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
-            raise UsageError("optim.state=8bit needs the package torchao (pip install torchao)") from error
+            missing = ModuleNotFoundError(str(error), name="torchao")
+            raise UsageError(missing_module(missing, needs="optim.state=8bit needs")) from error
         eight_bit: torch.optim.Optimizer = AdamW8bit(groups, **common, bf16_stochastic_round=bf16)
         return eight_bit
     offload = config.state == "offload"

@@ -13,9 +13,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 
 from teachercache import Cache, fingerprint_config, fingerprint_tokenizer, fingerprint_weights
-from teachercache.console import note
 from teachercache.errors import TeacherCacheError, UsageError
-from teachercache.format.spec import CacheSpec, SampledRows
 from trainer.checkpoint import FINAL, CheckpointFolder, discard, resolve_model_folder
 from trainer.config import TrainConfig, TrainerConfig
 from trainer.data.dataset import PackedCache
@@ -282,7 +280,8 @@ def begun_from(config: TrainerConfig, source: Path, saved: Saved | None) -> dict
     kept: dict[str, dict[str, str]] = saved.state["models"]
     for what, name in names.items():
         then = kept.get(what)
-        if then is None or (name == then.get("name") and ("://" in name or not Path(name).expanduser().is_dir())):
+        by_name = name == then.get("name") and not Path(name).expanduser().is_dir() if then else True
+        if then is None or (by_name and not config.lora):  # adapters need the base that they were trained on
             continue
         folder = resolve_model_folder(name)
         now = _digests(folder, what)
@@ -333,41 +332,3 @@ def ends_alike(saved: dict[str, Any], train: TrainConfig) -> bool:
     """Return whether a checkpoint's run was to end where this configuration ends."""
     then = saved["config"].get("train") or {}
     return (then.get("epochs"), then.get("max_steps")) == (train.epochs, train.max_steps)
-
-
-def check_names(config: TrainerConfig, cache: Cache) -> None:
-    """Raise UsageError for splits, sources and rows that the cache lacks, before the first of some hundred steps."""
-    check_rows(config, cache.spec)
-    sources = {entry.source for entry in cache.files(split=config.split)}
-    if config.eval.every_steps:
-        cache.files(split=config.eval.split)
-    mixes = {"data.weights": config.data.weights}
-    if isinstance(config.loss.ce_weight, dict):
-        mixes["loss.ce_weight"] = config.loss.ce_weight
-    for key, named in mixes.items():
-        if unknown := sorted(named.keys() - sources):
-            raise UsageError(
-                f"{key} names {', '.join(unknown)}, but split {config.split} of {cache.url} has the sources "
-                f"{', '.join(sorted(sources))}"
-            )
-    left_out = sorted(sources - config.data.weights.keys()) if config.data.weights else []
-    if left_out:
-        note(f"data.weights leaves out the sources {', '.join(left_out)}", "note")
-
-
-def check_rows(config: TrainerConfig, spec: CacheSpec) -> None:
-    """Raise UsageError where the loss cannot take the cache's kind of rows."""
-    rows, loss, top_k = spec.rows, config.loss, config.data.top_k
-    if loss.method == "online":
-        return  # the teacher's rows are cut as the configuration says
-    sampled = isinstance(rows, SampledRows) and top_k is None
-    if isinstance(rows, SampledRows) and top_k is not None and top_k > rows.exact:
-        raise UsageError(
-            f"data.top_k = {top_k}, but only {rows.exact} entries of this sampled cache's rows are surely the most probable "
-            f"ones (rows.exact); expected at most {rows.exact}, or no data.top_k and all {rows.entries} entries"
-        )
-    try:
-        loss.for_head(None, 0.0).for_rows(sampled)
-    except ValueError as error:
-        kind = f"sampled, {rows.entries} entries" if isinstance(rows, SampledRows) else f"top-{rows.entries}"
-        raise UsageError(f"the cache has {kind} rows: {error}") from error

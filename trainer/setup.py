@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +13,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import teachercache
 from teachercache import Cache
+from teachercache.console import note
 from teachercache.errors import UsageError
+from teachercache.format.spec import CacheSpec, SampledRows
 from trainer.checkpoint import resolve_model_folder, wait_for_store
 from trainer.config import TrainConfig, TrainerConfig
+from trainer.limits import state_bytes
 from trainer.model import Model, activation, attention, lora, student
-from trainer.model.liger import apply_liger
+from trainer.model.liger import apply_liger, describe_liger
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,60 @@ def open_cache(url: str, manifest: int | None) -> Cache:
     return wait_for_store(lambda: teachercache.open(url, manifest=manifest), f"opening {url}")
 
 
+def check_names(config: TrainerConfig, cache: Cache) -> None:
+    """Raise UsageError for splits, sources and rows that the cache lacks, before the first of some hundred steps."""
+    check_rows(config, cache.spec)
+    check_split(cache, config.split, "split")
+    if config.eval.every_steps or "split" in config.eval.model_fields_set:
+        check_split(cache, config.eval.split, "eval.split")
+    sources = {entry.source for entry in cache.files(split=config.split)}
+    mixes = {"data.weights": config.data.weights}
+    if isinstance(config.loss.ce_weight, dict):
+        mixes["loss.ce_weight"] = config.loss.ce_weight
+    for key, named in mixes.items():
+        if unknown := sorted(named.keys() - sources):
+            raise UsageError(
+                f"{key} names {', '.join(unknown)}, but split {config.split} of {cache.url} has the sources "
+                f"{', '.join(sorted(sources))}{did_you_mean(unknown[0], sources)}"
+            )
+    left_out = sorted(sources - config.data.weights.keys()) if config.data.weights else []
+    if left_out:
+        note(f"data.weights leaves out the sources {', '.join(left_out)}", "note")
+
+
+def check_rows(config: TrainerConfig, spec: CacheSpec) -> None:
+    """Raise UsageError where the loss cannot take the cache's kind of rows."""
+    rows, loss, top_k = spec.rows, config.loss, config.data.top_k
+    if loss.method == "online":
+        return  # the teacher's rows are cut as the configuration says
+    sampled = isinstance(rows, SampledRows) and top_k is None
+    if isinstance(rows, SampledRows) and top_k is not None and top_k > rows.exact:
+        raise UsageError(
+            f"data.top_k = {top_k}, but only {rows.exact} entries of this sampled cache's rows are surely the most probable "
+            f"ones (rows.exact); expected at most {rows.exact}, or no data.top_k and all {rows.entries} entries"
+        )
+    try:
+        loss.for_head(None, 0.0).for_rows(sampled)
+    except ValueError as error:
+        kind = f"sampled, {rows.entries} entries" if isinstance(rows, SampledRows) else f"top-{rows.entries}"
+        raise UsageError(f"the cache has {kind} rows: {error}") from error
+
+
+def check_split(cache: Cache, name: str, key: str) -> None:
+    """Raise UsageError, with the nearest name, where a cache lacks the split that a key names."""
+    if name not in cache.splits:
+        raise UsageError(
+            f"{key}: {cache.url} has no records of split {name!r}; it has {', '.join(cache.splits) or 'none'}"
+            f"{did_you_mean(name, cache.splits)}"
+        )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the nearest of the known names, or "" where none is near."""
+    alike = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {alike[0]}?" if alike else ""
+
+
 def load_frozen(folder: Path, compute: Compute, *, trust_remote_code: bool) -> Model:
     """Load a model that is not trained: frozen, in evaluation mode."""
     return _load(folder, compute, trust_remote_code).eval().requires_grad_(False)
@@ -95,9 +154,7 @@ def load_for_training(config: TrainerConfig, folder: Path, compute: Compute, *, 
     """
     base = resolve_model_folder(config.student) if config.lora and resumed else folder
     model = _load(base, compute, config.trust_remote_code)
-    # torch.compile fuses the same layers itself, and torch 2.11 cannot trace liger's.
-    wanted = "off" if config.train.compile and config.train.liger == "auto" else config.train.liger
-    apply_liger(model, wanted, compute.device)
+    apply_liger(model, wanted_liger(config.train), compute.device)
     if config.lora:
         model = lora.add(model, config.lora, saved=folder if resumed else None)
     student.freeze_what_text_does_not_use(model)
@@ -116,6 +173,25 @@ def load_for_training(config: TrainerConfig, folder: Path, compute: Compute, *, 
     return model.train()
 
 
+def wanted_liger(train: TrainConfig) -> str:
+    """Return auto, on or off: torch.compile fuses the same layers itself, and torch 2.11 cannot trace liger's."""
+    return "off" if train.compile and train.liger == "auto" else train.liger
+
+
+def kernels_line(config: TrainerConfig, model: Model, optimizer: torch.optim.Optimizer, compute: Compute) -> str:
+    """Return one line that says which implementations of layers, attention, loss and optimiser run."""
+    layers = describe_liger(model, wanted_liger(config.train), compute.device)
+    if config.train.compile:
+        layers = "compiled by torch.compile"
+    loss: str = config.loss.method
+    if loss in ("fused", "online"):
+        loss += " (Triton)" if compute.on_gpu else " (PyTorch)"
+    return (
+        f"kernels: layers {layers}; attention {compute.attention}; loss {loss}; optimiser {type(optimizer).__name__}, state "
+        f"{config.optim.state}"
+    )
+
+
 def sums_in_float32(config: TrainerConfig, dtype: torch.dtype) -> bool:
     """Return whether micro-batches add up in float32 buffers next to the gradients: bf16 ones that accumulate do."""
     return dtype == torch.bfloat16 and config.data.sequences_per_step > 1
@@ -131,9 +207,8 @@ def choose_policy(model: Model, config: TrainerConfig, compute: Compute) -> str:
     free, _total = torch.cuda.mem_get_info(compute.device)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     dtype = compute.dtype
-    moments = {"float32": 8, "bfloat16": 4, "8bit": 2, "offload": 0}[config.optim.state]
-    low = {"auto": 2, "split": 2, "float32": 4, "stochastic": 0}[config.optim.master] if dtype == torch.bfloat16 else 0
-    reserved = trained * (moments + low + dtype.itemsize + (4 if sums_in_float32(config, dtype) else 0))
+    state = 0 if config.optim.state == "offload" else state_bytes(config.optim, dtype)
+    reserved = trained * (state + dtype.itemsize + (4 if sums_in_float32(config, dtype) else 0))
     return activation.choose_policy(
         model.config.get_text_config(), config.data.seq_len, free - reserved, element_size=dtype.itemsize
     )

@@ -7,17 +7,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import s3fs
+import torch
+from transformers import LlamaForCausalLM
 
+import teachercache
+from teachercache import Record
 from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.parquet import datafile
 from tests.servers import Server, serve
 from tests.trainer import runs, tiny
 from tests.trainer.small_blocks import small_blocks
+from tests.trainer.test_cli import Done, run  # noqa: F401  a fixture
 from trainer import fit, setup
 from trainer.config import load_config
 from trainer.data import Prefetcher
@@ -118,3 +126,79 @@ def test_wrong_credentials_fail_before_the_model_loads(
         fit.fit(config)
     assert "wrong-secret" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def top_k_id_beyond(record: Record) -> Record:
+    ids = record.topk_ids.copy()
+    ids[1, -1] = 10**6
+    return replace(record, topk_ids=ids)
+
+
+def negative_top_k_id(record: Record) -> Record:
+    ids = record.topk_ids.copy()
+    ids[0, 0] = -5
+    return replace(record, topk_ids=ids)
+
+
+def first_id_beyond_the_vocabulary(record: Record) -> Record:
+    ids = record.topk_ids.copy()
+    ids[0, 0] = 320  # the vocabulary has 320
+    return replace(record, topk_ids=ids)
+
+
+def input_id_beyond(record: Record) -> Record:
+    return replace(record, input_ids=np.where(np.arange(len(record.input_ids)) == 2, 10**6, record.input_ids))
+
+
+def position_beyond(record: Record) -> Record:
+    return replace(record, row_pos=record.row_pos + len(record.input_ids))
+
+
+def negative_position(record: Record) -> Record:
+    return replace(record, row_pos=record.row_pos - 1)
+
+
+def nan_row(record: Record) -> Record:
+    return replace(record, tail_logprob=np.full_like(record.tail_logprob, np.nan))
+
+
+def mass_of_sixteen(record: Record) -> Record:
+    return replace(record, topk_logprobs=np.zeros_like(record.topk_logprobs))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        top_k_id_beyond, negative_top_k_id, first_id_beyond_the_vocabulary, input_id_beyond, position_beyond,
+        negative_position, nan_row, mass_of_sixteen,
+    ],
+)  # fmt: skip
+def test_a_value_that_no_teacher_gives_ends_fit_with_its_document_before_a_step(
+    teacher: Path,
+    student: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., Done],  # noqa: F811
+    harm: Callable[[Record], Record],
+) -> None:
+    """A cache of someone who can seal what they like: on a GPU such an id would be written to beyond its tensor."""
+    url = str(tmp_path / "cache")
+    spec = tiny.spec_for(teacher)
+    writer = teachercache.create(url, spec, tokenizer_files=teacher, probe=False)
+    model = LlamaForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
+    ids = np.random.default_rng(0).integers(3, 300, size=(6, 12))
+    records = [tiny.teacher_record(model, f"doc-{i}", row, top_k=16, split="train") for i, row in enumerate(ids)]
+    records[3] = harm(records[3])
+    with monkeypatch.context() as patch:
+        patch.setattr(datafile, "check_record", lambda *_, **__: None)
+        patch.setattr(datafile.FileBuilder, "_verify", lambda self: None)
+        writer.commit("shard", records)
+    writer.publish(allow_partial=True)
+    config = runs.write_config(tmp_path / "t.yaml", **settings(url, student, str(tmp_path / "run")))
+    monkeypatch.setattr(fit.Step, "run", lambda *_, **__: pytest.fail("a step was taken"))
+    done = run("fit", config, "data.seq_len=512")  # all documents are in the first step
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "doc-3" in last
+    assert "[TC-E101]" in last or "[TC-E102]" in last
+    assert "Traceback" not in done.stderr

@@ -10,21 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from teachercache.console import local_path
 from teachercache.errors import UsageError
+from trainer import hub
 from trainer.model.student import check_folder, decoder, layer_stack, tokenizer_files, write_files
 
 
 def teacher_folder(name: str) -> Path:
-    """Return a folder as it is, or the snapshot of a hub id (owner/model) by its client; UsageError for neither."""
+    """Return a folder as it is, or the snapshot of a Hub id (owner/model, owner/model@revision); UsageError for neither."""
     folder = local_path(name).expanduser()
-    if folder.is_dir() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        return folder
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name))
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{name}: neither a folder here nor a model on the Hugging Face hub ({reason})") from error
+    return hub.snapshot(name) if hub.is_hub_id(name) else folder
 
 
 def choose_layers(rule: str, num_layers: int) -> list[int]:

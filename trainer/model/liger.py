@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from teachercache.console import missing_module
 from teachercache.errors import UsageError
 from trainer.model import Model
 from trainer.model.student import decoder
@@ -20,26 +21,36 @@ def apply_liger(model: Model, wanted: str, device: torch.device) -> bool:
     wanted  auto | on | off. Liger's loss is never used: ours takes hidden states.
     Raises UsageError for `on` where it cannot be done.
     """
-    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-        return False
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError as error:
+    patch, reason = _patch(model, wanted, device)
+    if patch is None:
         if wanted == "on":
-            raise UsageError("train.liger=on needs the package liger-kernel (pip install liger-kernel)") from error
-        return False
-    patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.get_text_config().model_type)
-    if patch is None or device.type != "cuda":
-        if wanted == "on":
-            raise UsageError(
-                f"train.liger=on: liger-kernel has no layers for {model.config.model_type} on {device.type}; use auto"
-            )
+            raise UsageError(f"train.liger=on: {reason}; use auto")
         return False
     accepted = inspect.signature(patch).parameters
     losses_off = {name: False for name in ("cross_entropy", "fused_linear_cross_entropy") if name in accepted}
     patch(model=model, **losses_off)
     rotate_copies(model)
     return True
+
+
+def describe_liger(model: Model, wanted: str, device: torch.device) -> str:
+    """Return what the layers are: liger-kernel's, or plain and why."""
+    patch, reason = _patch(model, wanted, device)
+    return "liger-kernel (norms, rotary embedding, MLP)" if patch is not None else f"plain ({reason})"
+
+
+def _patch(model: Model, wanted: str, device: torch.device) -> tuple[Any, str]:
+    """Return liger's function for a model, or None and the reason why it is not used."""
+    if wanted == "off":
+        return None, "train.liger=off"
+    if device.type != "cuda":
+        return None, "liger-kernel has layers for a GPU alone"
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        return None, missing_module(ModuleNotFoundError(str(error), name="liger_kernel"), needs="fused layers need")
+    patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.get_text_config().model_type)
+    return patch, f"liger-kernel has none for {model.config.model_type}"
 
 
 def rotate_copies(model: Model) -> None:

@@ -1,0 +1,156 @@
+"""A run that does not fit says what it needs, what there is and what to try; a full disk costs nothing that was saved."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from teachercache.errors import UsageError
+from tests.trainer import runs
+from tests.trainer.test_cli import Done, run  # noqa: F401  a fixture
+from trainer import fit, limits, resume
+from trainer.checkpoint import CheckpointFolder
+from trainer.config import load_config
+from trainer.model.student import load_student
+from trainer.optim import build_optimizer
+
+SAID = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.72 GiB of which 1.25 GiB is free. "
+    "Process 1 has 138.47 GiB memory in use."
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, cache_url: str, student: Path) -> Path:
+    return runs.write_config(
+        tmp_path / "train.yaml", cache=cache_url, student=str(student), output=str(tmp_path / "run"),
+        data={"seq_len": 128}, train={"threads": 1, "max_steps": 4}, log={"tensorboard": False},
+        checkpoint={"every_steps": 2},
+    )  # fmt: skip
+
+
+def test_out_of_gpu_memory_is_one_line_with_the_next_three_settings(
+    config: Path,
+    run: Callable[..., Done],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, steps = fit.Step.run, []
+
+    def step(self: fit.Step, *arguments: Any, **options: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 3:
+            raise torch.OutOfMemoryError(SAID)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(fit.Step, "run", step)
+    done = run("fit", config, "data.seq_len=32768")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "error: out of GPU memory: 2.50 GiB more were needed, with 1.25 GiB free of 139.72 GiB; try, in this order: "
+        "train.checkpointing=full; train.mlp_tile=8192; optim.state=offload [TC-T104]"
+    )
+    monkeypatch.undo()
+    assert runs.fit_here(config, "data.seq_len=32768", "train.checkpointing=full")["steps"] >= 2  # what it says to try
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], ["train.checkpointing=full", "optim.state=offload", "train.checkpointing=offload"]),
+        (["train.checkpointing=none"], ["train.checkpointing=keep-matmuls", "optim.state=offload"]),
+        (["train.checkpointing=offload", "optim.state=bfloat16"], ["lora.rank=16 (a new output)", "data.seq_len=1024 (a"]),
+        (["train.checkpointing=offload", "lora.rank=4", "data.seq_len=65536"], ["train.mlp_tile=16384", "optim.state=offload"]),
+    ],
+)  # fmt: skip
+def test_what_to_try_follows_from_what_is_set(overrides: list[str], expected: list[str]) -> None:
+    tries = limits.next_settings(load_config(None, ["cache=c", "student=s", *overrides]))
+    assert [said.startswith(start) for said, start in zip(tries, expected, strict=False)] == [True] * len(expected)
+    assert len(tries) >= 3
+    for setting in tries:
+        if "=" in setting:  # each of them is a setting
+            load_config(None, ["cache=c", "student=s", *overrides, setting.split(" ")[0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_the_estimate_of_a_checkpoint_is_its_size(
+    student: Path, tmp_path: Path, dtype: torch.dtype, state: str
+) -> None:
+    model = load_student(student, dtype=dtype, device=torch.device("cpu"))
+    optim = load_config(None, ["cache=c", "student=s", f"optim.state={state}"]).optim
+    optimizer = build_optimizer(model, optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model.save_pretrained(tmp_path / "model")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    written = [tmp_path / "model/model.safetensors", tmp_path / "optimizer.pt"]
+    size = sum(path.stat().st_size for path in written)
+    assert limits.checkpoint_bytes(model, optim, adapters=False) == pytest.approx(size, rel=0.25, abs=20_000)
+
+
+def test_a_run_whose_checkpoints_cannot_fit_is_refused_before_the_first_step(
+    config: Path,
+    run: Callable[..., Done],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fit.Step, "run", lambda *_, **__: pytest.fail("a step was taken"))
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: SimpleNamespace(free=100_000))
+    done = run("fit", config)
+    assert done.returncode == 2
+    assert "run has 0.1 MiB free, and two checkpoints of " in done.stderr.strip().splitlines()[-1]
+    assert CheckpointFolder(str(config.parent / "run")).index().checkpoints == []
+
+
+def fill_disk(folder: Path, what: str) -> None:
+    """Fail as the writers do where no space is left: Python's, torch's (which does not say why) and safetensors'."""
+    if what == "python":
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "trainer_state.json"))
+    (folder / "optimizer.pt").symlink_to("/dev/full")
+    torch.save({"a": torch.zeros(100_000)}, folder / "optimizer.pt")
+
+
+@pytest.mark.parametrize("what", ["python", "torch"])
+def test_a_disk_that_fills_up_is_one_line_and_the_last_checkpoint_stays(
+    config: Path,
+    run: Callable[..., Done],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    real = resume.Checkpointer._write
+
+    def write(self: resume.Checkpointer, folder: Path) -> None:
+        real(self, folder)
+        if self.progress.step == 4:
+            (folder / "optimizer.pt").unlink()
+            monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: SimpleNamespace(free=4096))
+            fill_disk(folder, what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume.Checkpointer, "_write", write)
+        done = run("fit", config)
+    monkeypatch.undo()
+    assert done.returncode == 1
+    assert "is full (0.0 MiB free, a checkpoint has about 0." in done.stderr.strip().splitlines()[-1]
+    assert "[TC-T105]" in done.stderr
+    output = CheckpointFolder(str(config.parent / "run"))
+    assert [entry.step for entry in output.index().checkpoints] == [2]
+    assert sorted(path.name for path in (config.parent / "run").iterdir() if path.is_dir()) == [
+        "lease",
+        "step-00000002",
+    ]
+    assert runs.fit_here(config)["steps"] == 4  # space was freed: the same command goes on
+
+
+def test_other_failures_of_a_write_keep_their_own_words(config: Path, tmp_path: Path) -> None:
+    settings = load_config(config, [])
+    with pytest.raises(RuntimeError, match="quite another"), limits.explained(settings, tmp_path, 100):
+        raise RuntimeError("quite another problem")
+    with pytest.raises(UsageError), limits.explained(settings, tmp_path, 100):
+        raise UsageError("of ours")
