@@ -267,7 +267,7 @@ class WandbConfig(Section):
 
     project: str | None = Field(None, description="Its project.")
     entity: str | None = Field(None, description="Its user or team.")
-    tags: list[str] = Field([], description="Its tags.")
+    tags: list[str] = Field([], description="Labels of the page.")
 
 
 class MlflowConfig(Section):
