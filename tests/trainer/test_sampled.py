@@ -23,7 +23,7 @@ from trainer.evaluate import evaluate
 from trainer.losses.online import sampled_rows
 from trainer.model import student as students
 from trainer.optim import build_optimizer
-from trainer.resume import check_rows
+from trainer.setup import check_rows
 from trainer.step import Step
 
 CPU = torch.device("cpu")
