@@ -11,7 +11,7 @@ from pipeline.config import GenerateConfig, TeacherConfig, parse_job
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder
 from pipeline.teachers.base import Prompt, RowsWanted
-from teachercache.format.spec import TopKRows
+from teachercache.format.spec import SampledRows, TopKRows
 
 MODEL = Path("build/models/smollm2-135m")
 POSITIONS = 2_000
@@ -45,7 +45,7 @@ def continuations(teacher, prompt: np.ndarray) -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def scored():
-    """(inputs, rows by the active path, rows by the public path, reference columns, continuations of both)."""
+    """Inputs, rows by the active path and the public one, reference columns, continuations of both, rows of the worker."""
     if not (MODEL / "model.safetensors").exists():
         pytest.skip(f"{MODEL} is not there; `make model` makes it")
     pytest.importorskip("vllm")
@@ -65,13 +65,19 @@ def scored():
         active = [s.rows for s in teacher.score(inputs)]
         public = [s.rows for s in teacher.score(inputs, public=True)]
         continued = [continuations(t, inputs[0][:40]) for t in (teacher, reference)]
+        drawn = {}
+        for rows in (TopKRows(), SampledRows()):  # from here on in the worker
+            teacher.wanted = reference.wanted = RowsWanted(rows, encoder.vocab_size, "f" * 64)
+            teacher.accelerate()
+            assert teacher.provenance["worker_rows"] == "active"
+            drawn[rows.kind] = [[s.rows for s in t.score(inputs[:4])] for t in (teacher, reference)]
     finally:
         teacher.close()
-    return inputs, active, public, expected, continued
+    return inputs, active, public, expected, continued, drawn
 
 
 def test_top_k_sets_agree_with_transformers(scored):
-    _, active, _, expected, _ = scored
+    _, active, _, expected, *_ = scored
     shared = total = 0
     for rows, (ids, *_) in zip(active, expected, strict=True):
         for ours, theirs in zip(rows.topk_ids, ids[:, 1:], strict=True):
@@ -83,7 +89,7 @@ def test_top_k_sets_agree_with_transformers(scored):
 
 
 def test_log_probabilities_agree_with_transformers(scored):
-    _, active, _, expected, _ = scored
+    _, active, _, expected, *_ = scored
     worst = 0.0
     for rows, (ids, logprobs, *_) in zip(active, expected, strict=True):
         for position in range(len(ids)):
@@ -98,7 +104,7 @@ def test_log_probabilities_agree_with_transformers(scored):
 
 
 def test_target_is_the_real_next_token_everywhere_and_null_after_the_last(scored):
-    inputs, active, _, expected, _ = scored
+    inputs, active, _, expected, *_ = scored
     for ids, rows, (_, logprobs, *_) in zip(inputs, active, expected, strict=True):
         assert len(rows.target_logprob) == len(ids)
         assert np.isnan(rows.target_logprob[-1])
@@ -106,7 +112,7 @@ def test_target_is_the_real_next_token_everywhere_and_null_after_the_last(scored
 
 
 def test_tail_probability_agrees_to_1e_5(scored):
-    _, active, _, expected, _ = scored
+    _, active, _, expected, *_ = scored
     worst = 0.0
     for rows, (_, logprobs, *_) in zip(active, expected, strict=True):
         theirs = 1.0 - np.exp(logprobs[:, 1:].astype(np.float64)).sum(axis=1)
@@ -116,7 +122,7 @@ def test_tail_probability_agrees_to_1e_5(scored):
 
 
 def test_last_row_is_there_and_right(scored):
-    _, active, _, expected, _ = scored
+    _, active, _, expected, *_ = scored
     for rows, (ids, logprobs, *_) in zip(active, expected, strict=True):
         top = 20  # the tail of a row may swap near-ties
         assert len(np.intersect1d(rows.topk_ids[-1], ids[-1, 1:])) >= 99
@@ -126,12 +132,12 @@ def test_last_row_is_there_and_right(scored):
 def test_fast_path_agrees_with_the_public_path(scored):
     from tests.pipeline.drift import largest_drift
 
-    _, active, public, _, _ = scored
+    _, active, public, *_ = scored
     assert max(largest_drift(a, b) for a, b in zip(active, public, strict=True)) <= 1e-3
 
 
 def test_continuations_stop_where_they_are_told_and_agree_with_transformers(scored):
-    for made in scored[-1]:
+    for made in scored[4]:
         free, stopped = made["free"], made["stopped"]
         assert (len(free.ids), free.finish_reason) == (8, "length")
         end = free.ids.tolist().index(int(free.ids[3])) + 1
@@ -140,4 +146,20 @@ def test_continuations_stop_where_they_are_told_and_agree_with_transformers(scor
         first, same, other = made["samples"]
         np.testing.assert_array_equal(first.ids, same.ids)
         assert first.ids.tolist() != other.ids.tolist()
-    np.testing.assert_array_equal(scored[-1][0]["free"].ids, scored[-1][1]["free"].ids)
+    np.testing.assert_array_equal(scored[4][0]["free"].ids, scored[4][1]["free"].ids)
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled"])
+def test_rows_made_in_the_worker_are_the_references(scored, kind):
+    """Chunked prefill of four documents at a time; draws differ where the engine's noise moves a boundary."""
+    same = draws = 0
+    for ours, theirs in zip(*scored[5][kind], strict=True):
+        np.testing.assert_allclose(ours.entropy, theirs.entropy, atol=2e-3)
+        np.testing.assert_allclose(np.exp(ours.tail_logprob), np.exp(theirs.tail_logprob), atol=1e-4)
+        same += int((ours.topk_ids == theirs.topk_ids).sum())
+        draws += ours.topk_ids.size
+        if kind == "sampled":
+            assert (ours.exact == theirs.exact).mean() > 0.99
+            np.testing.assert_allclose(np.exp(ours.topk_logprobs).sum(1), 1, atol=1e-4)
+    print(f"{same / draws:.4%} of the entries agree")
+    assert same / draws > 0.98
