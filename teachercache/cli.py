@@ -145,7 +145,7 @@ def ls(
 
     The files are plain Parquet: hand them to DuckDB, Polars, pandas or Spark.
 
-        duckdb -c "select * from read_parquet([$(teachercache ls --files URL | sed "s/.*/'&'/" | paste -sd,)])"
+        duckdb -c "from read_parquet([$(teachercache ls --files URL | sed "s/.*/'&'/" | paste -sd,)], union_by_name=true)"
 
     Example: teachercache ls s3://bucket --files
     """

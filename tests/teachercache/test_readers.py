@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import os
 import re
 import shutil
@@ -161,3 +163,98 @@ def test_iceberg_takes_the_files_without_a_copy(tmp_path):
         exec(code, known)
     rows = known["table"].scan(selected_fields=("doc_id", "topk_ids")).to_arrow()
     assert sorted(rows["doc_id"].to_pylist()) == sorted(r.doc_id for r in cache.records(columns={"doc_id"}))
+
+
+# ---- the recipes as they are written, on files that differ in their meta columns ------------------------------------
+
+FORMAT = (Path(__file__).resolve().parents[2] / "docs/FORMAT.md").read_text(encoding="utf-8")
+
+
+def recipe(heading: str, language: str) -> str:
+    found = re.search(rf"^{heading}\n```{language}\n(.*?)```", FORMAT, re.S | re.M)
+    assert found is not None, f"docs/FORMAT.md has no recipe of {heading}"
+    return found[1]
+
+
+@pytest.fixture(params=["one way", "the other way"])
+def mixed(request, tmp_path):
+    """Two sources, `meta: [url]` and `meta: [score]`: their files in both orders, and our reader's rows."""
+    writer = teachercache.create(tmp_path / "cache", SPEC)
+    for seed, (source, meta) in enumerate({"web": {"url": "http://x"}, "books": {"score": 3}}.items()):
+        records = synthetic_records(SPEC, 4, seed=seed, prefix=source, source=source)
+        writer.commit(source, [dataclasses.replace(record, meta=meta) for record in records])
+    writer.publish()
+    cache = teachercache.open(tmp_path / "cache")
+    rows = {
+        (r.doc_id, int(p)): (int(r.topk_ids[i, 0]), float(r.topk_logprobs[i, 0]))
+        for r in cache.records()
+        for i, p in enumerate(r.row_pos)
+    }
+    files = [cache.file_url(entry) for entry in cache.files()]
+    return files if request.param == "one way" else files[::-1], rows
+
+
+def last_value(code: str, names: dict[str, Any]) -> Any:
+    """The value of a block's last expression."""
+    tree = ast.parse(code)
+    last = tree.body.pop()
+    assert isinstance(last, ast.Expr)
+    exec(compile(tree, "recipe", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "recipe", "eval"), names)
+
+
+def as_rows(rows) -> dict[tuple[str, int], tuple[int, float]]:
+    return {(doc, int(pos)): (int(top), float(lp)) for doc, pos, top, lp in rows}
+
+
+def test_the_recipe_for_duckdb(mixed):
+    files, rows = mixed
+    sql = recipe("DuckDB", "sql").replace("['s3://bucket/cache/data/…parquet']", str(files))
+    assert as_rows(duckdb.sql(sql).fetchall()) == rows
+
+
+def test_the_recipe_for_polars(mixed):
+    files, rows = mixed
+    assert as_rows(last_value(recipe("Polars", "python"), {"files": files}).iter_rows()) == rows
+
+
+def test_the_recipe_for_pandas(mixed, capsys):
+    files, rows = mixed
+    exec(recipe("pandas", "python"), {"files": files})
+    printed = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert as_rows((doc, pos, top, np.float32(lp)) for doc, pos, top, lp in printed) == rows
+
+
+def test_the_recipe_for_datasets(mixed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
+    files, rows = mixed
+    table = last_value(recipe("Hugging Face datasets", "python"), {"files": files})
+    found = {
+        (row["doc_id"], pos): (ids[0], lps[0])
+        for row in table
+        for pos, ids, lps in zip(row["row_pos"], row["topk_ids"], row["topk_logprobs"], strict=True)
+    }
+    assert found == rows
+
+
+def test_the_command_of_the_help_of_ls(mixed):
+    """`duckdb -c` itself is another download; its SQL is run here."""
+    from teachercache.cli import ls
+
+    files, rows = mixed
+    sql = re.search(r'duckdb -c "(.*)"$', str(ls.__doc__), re.M)
+    assert sql is not None
+    listed = re.sub(r"\$\(.*\)\]", ",".join(f"'{file}'" for file in files) + "]", sql[1])
+    found = duckdb.sql(listed)
+    assert {"meta_url", "meta_score"} <= set(found.columns)
+    assert sum(len(row[0]) for row in found.select("row_pos").fetchall()) == len(rows)
+
+
+def test_the_least_versions_of_readers_are_those_of_the_development_tools():
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    said = re.search(r"Least versions: DuckDB ([0-9.]+) .*?Polars ([0-9.]+), pandas ([0-9.]+)", FORMAT, re.S)
+    assert said is not None
+    for name, version in zip(("duckdb", "polars", "pandas"), said.groups(), strict=True):
+        assert f'"{name}>={version}"' in text
