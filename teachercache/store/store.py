@@ -279,14 +279,19 @@ class Store:
         objects = (ObjectInfo(name[cut:], int(info["size"]), _modified(info)) for name, info in found.items())
         return sorted((o for o in objects if o.path.startswith(prefix) and _is_object(o.path)), key=lambda o: o.path)
 
-    def folders(self, prefix: str) -> Sequence[str]:
-        """Return the folders one level below a prefix ('' or ending in '/'), each ending in '/'."""
+    def level(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Return the objects and the folders one level below a prefix ('' or ending in '/'); folders end in '/'."""
         try:
             found = self._retry(prefix, lambda: self.fs.ls(self._full(prefix).rstrip("/"), detail=True))
         except MissingObject:
-            return []
-        names = (info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
-        return sorted(f"{prefix}{name}/" for name in names)
+            return [], []
+        names = sorted((info["name"].rstrip("/").rsplit("/", 1)[-1], info["type"] == "directory") for info in found)
+        objects = [f"{prefix}{name}" for name, is_folder in names if not is_folder]
+        return objects, [f"{prefix}{name}/" for name, is_folder in names if is_folder]
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return the folders one level below a prefix ('' or ending in '/'), each ending in '/'."""
+        return self.level(prefix)[1]
 
     def open_input(self, path: str, size: int | None = None) -> pa.NativeFile:
         """Open a seekable input; on S3 every read is one range request with retries. `size` saves the HEAD."""

@@ -56,7 +56,7 @@ def publish(
             if seen.newest is not None and candidate.says_as(seen.newest):
                 return seen.newest
             known.upload()
-            head, held, new = _split(candidate, seen.newest)
+            head, held, new = split_manifest(candidate, seen.newest)
             for ref, part in held[len(held) - new :]:
                 store.create(layout.part_path(ref.sha256), seal(part))
             try:
@@ -193,7 +193,9 @@ def _reused_rows(commit: Commit) -> int:
     return rows if isinstance(rows, int) and rows > 0 else 0
 
 
-def _split(manifest: Manifest, newest: Manifest | None) -> tuple[Manifest, list[tuple[PartRef, ManifestPart]], int]:
+def split_manifest(
+    manifest: Manifest, newest: Manifest | None
+) -> tuple[Manifest, list[tuple[PartRef, ManifestPart]], int]:
     """Return a manifest as it is to be stored, its parts, and how many of these, at the end, are new.
 
     Parts of the newest manifest are shared where all their entries still hold.

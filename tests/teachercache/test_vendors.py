@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 import teachercache
+from teachercache.cli import find_caches
 from teachercache.doctor import FAIL, check_store
 from teachercache.errors import (
     MissingObject,
@@ -208,3 +209,22 @@ def test_any_other_url_is_refused_in_one_line(url):
     with pytest.raises(UsageError, match="is not supported; expected s3://") as caught:
         Store.open(url)
     assert "\n" not in str(caught.value)
+
+
+def test_ls_asks_once_a_folder_and_looks_into_no_cache(vendor):
+    proxy, url = vendor
+    parent = url.removesuffix("/cache") + "/lake"
+    store = Store.open(parent)
+    for team in "abc":
+        for folder in "xy":
+            store.create(f"{team}/{folder}/notes.txt", b"x")
+    teachercache.create(f"{parent}/b/cache", SPEC, probe=False)
+    store.create("b/cache/deep/er/spec.json", b"not looked at")
+    seen = []
+    count = proxy.count(
+        lambda: seen.extend(find_caches(Store.open(parent), 4, lambda done, total: seen.append((done, total))))
+    )
+    assert count == 1 + 3 + 7
+    assert seen[-1].url == f"{parent}/b/cache"
+    assert seen[-2] == (11, 11)
+    assert find_caches(Store.open(parent), 1) == []
