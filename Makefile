@@ -37,6 +37,7 @@ unit: setup
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not (soak or engine or slow or gpu)" -n 2 --dist loadfile -x -q
 
 soak: model
+	@$(RUN) -m tests.teachercache.soak_concurrency 120 3
 	@$(RUN) benchmarks/soak.py
 
 # The cache that `make demo` left gives the real rows; the scripts of GPU figures are benchmarks/*_h200.py.
@@ -47,6 +48,7 @@ bench: model
 	$(RUN) benchmarks/stream.py
 	$(RUN) benchmarks/pipeline_overhead.py
 	$(RUN) benchmarks/pipeline_simulation.py
+	$(RUN) benchmarks/requests_scale.py
 	$(RUN) -m trainer bench-loss --cpu-ratio
 
 clean:
