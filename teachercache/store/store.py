@@ -279,7 +279,7 @@ class Store:
         objects = (ObjectInfo(name[cut:], int(info["size"]), _modified(info)) for name, info in found.items())
         return sorted((o for o in objects if o.path.startswith(prefix) and _is_object(o.path)), key=lambda o: o.path)
 
-    def level(self, prefix: str) -> tuple[list[str], list[str]]:
+    def level(self, prefix: str) -> tuple[Sequence[str], Sequence[str]]:
         """Return the objects and the folders one level below a prefix ('' or ending in '/'); folders end in '/'."""
         try:
             found = self._retry(prefix, lambda: self.fs.ls(self._full(prefix).rstrip("/"), detail=True))
@@ -289,7 +289,7 @@ class Store:
         objects = [f"{prefix}{name}" for name, is_folder in names if not is_folder]
         return objects, [f"{prefix}{name}/" for name, is_folder in names if is_folder]
 
-    def folders(self, prefix: str) -> list[str]:
+    def folders(self, prefix: str) -> Sequence[str]:
         """Return the folders one level below a prefix ('' or ending in '/'), each ending in '/'."""
         return self.level(prefix)[1]
 
