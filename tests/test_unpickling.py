@@ -1,4 +1,4 @@
-"""Nothing that somebody else wrote is unpickled: neither by pickle itself nor by a loader that falls back on it."""
+"""Nothing that someone else wrote is unpickled: neither by pickle itself nor by a loader that falls back on it."""
 
 from __future__ import annotations
 

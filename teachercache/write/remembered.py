@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from teachercache.errors import CorruptFile, MissingObject, StoreUnavailable
 from teachercache.format import layout
 from teachercache.format.objects import FileEntry, KeyRun
+from teachercache.parquet.bounds import check_pages, chunks_of
 from teachercache.store.store import Store
 from teachercache.write.uniqueness import FileKeys
 
@@ -69,12 +70,14 @@ class Remembered:
 
     def _run_meets(self, run: KeyRun, documents: Hashes, content: dict[str, Hashes]) -> bool:
         with pq.ParquetFile(self._fetched(run), memory_map=True) as file:
-            _check(file, run)
+            _check(file, run, self.local[run.name])
             for i in range(file.num_row_groups):
                 group = file.read_row_group(i)
                 if np.isin(documents, group["document"].to_numpy()).any():
                     return True
                 codes, hashes = group["split"].to_numpy(), group["content"].to_numpy()
+                if codes.size and not 0 <= codes.min() <= codes.max() < len(run.splits):
+                    raise CorruptFile(f"{layout.keys_path(run.name)} names a split that its manifest does not.")
                 for split, ours in content.items():
                     others = hashes[codes != run.splits.index(split)] if split in run.splits else hashes
                     if others.size and np.isin(ours, others).any():
@@ -133,8 +136,18 @@ def _table(split: npt.NDArray[np.int64], document: Hashes, window: npt.NDArray[n
     return pa.table([split.astype(np.int16), document, window, content], schema=SCHEMA)
 
 
-def _check(file: pq.ParquetFile, run: KeyRun) -> None:
-    metadata = file.metadata
-    groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    if not file.schema_arrow.equals(SCHEMA) or metadata.num_rows != run.records or max(groups, default=0) > GROUP:
+def _check(file: pq.ParquetFile, run: KeyRun, path: Path) -> None:
+    """Raise CorruptFile unless it is a run of its records, in row groups and pages that take no more memory than ours."""
+    footer = file.metadata
+    groups = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    if not file.schema_arrow.equals(SCHEMA) or footer.num_rows != run.records or max(groups, default=0) > GROUP:
         raise CorruptFile(f"{layout.keys_path(run.name)} is no key run of {run.records:,} records.")
+    data = memoryview(pa.memory_map(str(path)).read_buffer()).cast("B")
+    try:
+        for i, rows in enumerate(groups):
+            for chunk in chunks_of(footer, i, range(footer.num_columns)):
+                if chunk.num_values != rows or chunk.start < 0 or chunk.plain_size > 2**26:
+                    raise ValueError("a column chunk is not of its row group")
+                check_pages(data[chunk.start : chunk.start + chunk.size], chunk)
+    except (ValueError, IndexError, KeyError) as error:
+        raise CorruptFile(f"{layout.keys_path(run.name)} cannot be decoded: {error}.") from error

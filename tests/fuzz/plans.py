@@ -11,7 +11,7 @@ from tests.fuzz.specs import SPECS
 from tests.fuzz.tables import ENCODINGS, TYPES
 
 SEALED = ("spec.json", "commits/", "manifests/", "plans/", "quarantine/", "tokenizer/")
-CACHE = ("data", "footer", "table", *SEALED, "job")
+CACHE = ("data", "footer", "table", "manifests/keys/", *SEALED, "job")
 TRAINER = ("checkpoints", "state", "train")
 
 _table = st.lists(
@@ -54,4 +54,8 @@ def plan(kind: str) -> st.SearchStrategy[Any]:
         return st.fixed_dictionaries(how)
 
     raw = st.tuples(case, number, BYTES, options(True))
-    return raw if kind in ("data", "footer") else st.one_of(raw, st.tuples(case, number, TREE, options(False)))
+    return (
+        raw
+        if kind in ("data", "footer", "manifests/keys/")
+        else st.one_of(raw, st.tuples(case, number, TREE, options(False)))
+    )
