@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 MODEL := build/models/smollm2-135m
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: help setup model demo test lint types unit soak bench clean
+.PHONY: help setup model demo test lint types unit soak fuzz audit bench clean
 help:
 	@echo "make demo   the whole path once on this machine: teacher → Ray job → Parquet on S3 → student"
 	@echo "make test   set-up, lint, types, unit and integration tests: what CI runs, in 15 minutes on two cores"
@@ -35,6 +35,13 @@ test: lint types model
 
 unit: setup
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not (soak or engine or slow or gpu)" -n 2 --dist loadfile -x -q
+
+fuzz: setup
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz --examples 20000
+
+audit: setup
+	@$(RUN) -m pip install -q bandit pip-audit && $(RUN) -m bandit -q -c pyproject.toml -r teachercache pipeline trainer
+	@$(RUN) -m pip_audit -r constraints/cpu.txt --no-deps --disable-pip
 
 soak: model
 	@$(RUN) -m tests.teachercache.soak_concurrency 120 3

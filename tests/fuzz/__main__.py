@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 from benchmarks.report import RESULTS, host, parser, write
@@ -18,7 +18,7 @@ from tests.fuzz.plans import CACHE, TRAINER
 from tests.fuzz.reader import Reader, fuzz, reader_of
 
 WEIGHTS = {"data": 4, "footer": 4, "table": 4}
-BATCH = 250
+BATCH = 125
 
 
 _readers: dict[str, Reader] = {}  # of this process; starting one costs seconds
@@ -44,24 +44,25 @@ def main() -> int:
         while left > 0:
             jobs.append((kind, min(BATCH, left), first + len(jobs)))
             left -= BATCH
+    random.Random(first).shuffle(jobs)  # an interrupted run has seen every kind
     outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     findings: list[str] = []
     with ProcessPoolExecutor(options.processes) as pool:
-        for done, (kind, counted, found) in enumerate(pool.map(batch, jobs), 1):
+        waiting = [pool.submit(batch, job) for job in jobs]
+        for number, finished in enumerate(as_completed(waiting), 1):
+            kind, counted, found = finished.result()
             outcomes[kind].update(counted)
             findings += found
             for finding in found:
                 print(finding, flush=True)
-            print(
-                f"{done} of {len(jobs)}: {sum(c.total() for c in outcomes.values()):,} inputs, {len(findings)} findings",
-                flush=True,
-            )
-    report: dict[str, Any] = {
-        "inputs": sum(c.total() for c in outcomes.values()), "findings": len(findings), "seed": first,
-        "seconds": round(time.monotonic() - began), **host(), "command": "python -m tests.fuzz",
-        "outcomes": {kind: dict(sorted(c.items())) for kind, c in outcomes.items()},
-    }  # fmt: skip
-    write(options.out or RESULTS / "fuzz.json", report)
+            inputs = sum(c.total() for c in outcomes.values())
+            print(f"{number} of {len(jobs)}: {inputs:,} inputs, {len(findings)} findings", flush=True)
+            report: dict[str, Any] = {
+                "inputs": inputs, "findings": len(findings), "seed": first, "seconds": round(time.monotonic() - began),
+                **host(), "command": "python -m tests.fuzz",
+                "outcomes": {kind: dict(sorted(c.items())) for kind, c in outcomes.items()},
+            }  # fmt: skip
+            write(options.out or RESULTS / "fuzz.json", report)
     return int(bool(findings))
 
 
