@@ -189,7 +189,7 @@ class Lease:
                 self._replace(self._me)
             except LeaseLost:
                 return
-            except Exception:  # the store is away: the training loop says so where it needs it
+            except Exception:  # nosec B112: the store is away: the training loop says so where it needs it
                 continue
 
     def _remove_older(self) -> None:

@@ -171,7 +171,7 @@ class Store:
     def fs(self) -> fsspec.AbstractFileSystem:
         """Return the file system; a new one in a forked child, which must not use its parent's sockets."""
         if self._pid != os.getpid():
-            self._fs, self._pid = _once(pickle.loads(pickle.dumps(self._fs))), os.getpid()
+            self._fs, self._pid = _once(pickle.loads(pickle.dumps(self._fs))), os.getpid()  # nosec B301: ours
         return self._fs
 
     def child(self, path: str) -> Store:
