@@ -94,6 +94,7 @@ def run(
     On a Ray cluster: ray job submit --address http://HEAD:8265 --working-dir . -- python -m pipeline run job.yaml
     """
     from pipeline.running.job import Prepared, run_job
+    from pipeline.running.tasks import failures
     from pipeline.watching.metrics import ActorMetrics, with_job_metrics
     from pipeline.watching.progress import Progress, human, say, show_outcome
 
@@ -123,11 +124,15 @@ def run(
         progress.close()
     outcome = result.outcome
     show_outcome(console, outcome)
+    lost = failures(outcome.tally.drops)
+    if lost > config.run.max_drop_share * (seen := lost + outcome.tally.documents):
+        tell(f"warning: {lost:,} of {seen:,} documents could not be used; see the reasons above")
     if result.manifest is not None:
         m = result.manifest
         state = "complete" if m.complete else "PARTIAL"
+        what = "published" if result.published else "nothing is new:"
         tell(
-            f"published manifest {m.number} ({state}): {m.documents:,} documents, {m.rows:,} rows, {len(m.files):,} files"
+            f"{what} manifest {m.number} ({state}): {m.documents:,} documents, {m.rows:,} rows, {len(m.files):,} files"
         )
         if config.teacher.engine == "noop":
             tell(

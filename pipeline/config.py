@@ -176,6 +176,10 @@ class CorpusConfig(_Strict):
     text_unit: Literal["file", "line"] = Field("file", description="what a document is in a text file")
     fields: Fields = Field(Fields.model_validate({}), description="columns; one of text, messages, input_ids, prompt")
     meta: list[str] = Field(default_factory=list, description="columns carried into the cache as they are")
+    id_scope: Literal["source", "file"] = Field(
+        "source",
+        description="where `fields.id` is unique; `file` puts the file's name before it, for files that all count from 0",
+    )
     student: str | None = Field(None, description="revision of the student that wrote the continuations (on-policy)")
     sample: float = Field(1.0, gt=0, le=1, description="fraction of documents kept, by hash of the content")
     limit_documents: int | None = Field(None, ge=1, description="at most this many documents of each file")
@@ -288,6 +292,11 @@ class RunConfig(_Strict):
         le=1,
         description="stop after the first shards where more documents than this share cannot be used; those that filters, "
         "sampling or de-duplication leave out do not count; 1 = go on whatever is lost",
+    )
+    check_ids: bool = Field(
+        True,
+        description="where `fields.id` is set, read all inputs once before a run and leave out documents whose id an earlier "
+        "one has; false = within each shard alone, and at publishing",
     )
     allow_partial: bool = Field(False, description="publish although shards are quarantined or missing")
     allow_repeated_content: bool = Field(False, description="publish although equal text is in two splits")

@@ -40,6 +40,7 @@ from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize as run_optimize
+from teachercache.upkeep.repeats import publish_without_repeats
 from teachercache.upkeep.thin import thin as run_thin
 from teachercache.upkeep.verify import verify as run_verify
 from teachercache.views import show
@@ -368,6 +369,10 @@ def optimize(
     codec: Annotated[str | None, typer.Option(help=f"Rewrite into this codec: {', '.join(CODECS)}.")] = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Merge shards smaller than this up to about this size.")] = 256,
     without: Annotated[list[str] | None, typer.Option(help="Leave out this doc_id; may be repeated.")] = None,
+    without_repeats: Annotated[
+        bool,
+        typer.Option("--without-repeats", help="Keep the first copy of documents that are committed twice (TC-E106)."),
+    ] = False,
     allow_partial: Annotated[
         bool, typer.Option("--allow-partial", help="Publish although planned shards are missing.")
     ] = False,
@@ -385,6 +390,17 @@ def optimize(
     """
     store = Store.open(url)
     writer = CacheWriter(store, Ledger(store).spec())
+    if without_repeats:
+        if codec or without:
+            raise UsageError("--without-repeats does nothing else: give --codec and --without to a second call.")
+        with progress_bar("rewriting") as progress:
+            allowed = {"allow_partial": allow_partial, "allow_repeated_content": allow_repeated_content}
+            manifest, left_out = publish_without_repeats(writer, **allowed, progress=progress)
+        said = (
+            f"manifest {manifest.number}: {left_out:,} copies of documents left out, {manifest.documents:,} documents"
+        )
+        answer(said, {"manifest": manifest.number, "left_out": left_out, "documents": manifest.documents}, json_)
+        return
     with progress_bar("rewriting") as progress:
         done = run_optimize(
             writer,

@@ -75,7 +75,7 @@ class DuplicateDocument(TeacherCacheError):
     """The same (split, source, doc_id, window) is committed twice."""
 
     code = "TC-E106"
-    remedy = "Give one of the two inputs another source, or take it out of the job."
+    remedy = "Run `teachercache optimize URL --without-repeats`, which keeps the first copy of each and publishes."
 
 
 class RepeatedContent(TeacherCacheError):

@@ -85,6 +85,12 @@ def fraction_of(content_hash: bytes, salt: str) -> float:
     return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=salt.encode()[:64]).digest(), "big") / 2**64
 
 
+def id_hash(document: Document) -> bytes:
+    """Return 16 bytes; equal ones are one document to a cache."""
+    named = f"{document.split}\0{document.source}\0{document.doc_id}"
+    return hashlib.blake2b(named.encode(), digest_size=16).digest()
+
+
 def choose_split(corpus: CorpusConfig, content_hash: bytes) -> str:
     """Return the split of a document: fixed, or by hash of its content, decided before windowing."""
     if corpus.splits is None:
@@ -97,7 +103,9 @@ def choose_split(corpus: CorpusConfig, content_hash: bytes) -> str:
     return list(corpus.splits)[-1]
 
 
-def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, input_digest: str) -> Document:
+def extract(
+    raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, input_digest: str, url: str = ""
+) -> Document:
     """Return the document that a raw one holds, by the corpus's `fields`. Raises Dropped."""
     if raw.problem is not None or raw.value is None:
         raise Dropped(raw.problem or "wrong_type")
@@ -149,6 +157,8 @@ def extract(raw: RawDocument, corpus: CorpusConfig, filters: FiltersConfig, inpu
         if not isinstance(given, (str, int)) or isinstance(given, bool):
             raise Dropped("wrong_type", f"{name} should be a string or an integer")
         doc_id = str(given)
+        if corpus.id_scope == "file":
+            doc_id = f"{url.split('?', 1)[0].rsplit('/', 1)[-1].split('.', 1)[0]}/{doc_id}"
         if len(doc_id) > 4096 or not is_unicode(doc_id):
             said = "more than 4096 characters" if len(doc_id) > 4096 else "half a surrogate pair, which is no text"
             raise Dropped("doc_id", f"{name} {doc_id[:60]!a} holds {said}")

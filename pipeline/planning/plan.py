@@ -9,6 +9,7 @@ on that file and the recipe alone. Token counts come from a sample of each file 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +18,12 @@ from pipeline.config import JobConfig
 from pipeline.corpus.encode import Encoder
 from pipeline.corpus.inputs import InputFile, expand, fingerprint_all
 from pipeline.corpus.readers import OPEN_END
-from pipeline.planning.dedup import mark_duplicates
+from pipeline.planning.dedup import Marked, mark_duplicates
 from pipeline.planning.prior_plans import PriorPlans
 from pipeline.planning.ranges import LARGE_WHOLE_FILE, cut, shard_id
 from pipeline.planning.recipe import recipe_digest, recipe_of
 from pipeline.planning.sample import (
+    ENOUGH_TO_JUDGE,
     Sample,
     SourceEstimate,
     check_sample,
@@ -82,8 +84,46 @@ def _plan_file(
     return shards, found, warnings, sample
 
 
-def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPlans | None = None) -> Planned:
+EXACT_BYTES = 8 << 20  # of all inputs: then a plan finds repeated ids by reading them, else its samples say "likely"
+
+
+def _repeats(job: JobConfig, marked: Marked) -> list[str]:
+    """Return warnings of ids that repeat. Raises UsageError where more than run.max_drop_share of a source's do."""
+    notes = []
+    for place, count in marked.repeated.items():
+        said = repeated_ids(job, place, count, marked.documents[place], marked.first[place])
+        if count > job.run.max_drop_share * marked.documents[place] and marked.documents[place] >= ENOUGH_TO_JUDGE:
+            raise UsageError(said)
+        notes.append(f"{said}; they are left out (duplicate_id)")
+    return notes
+
+
+def _likely_repeats(job: JobConfig, place: int, samples: Sequence[tuple[InputFile, Sample]]) -> list[str]:
+    seen: set[bytes] = set()
+    again, first, total = 0, "", 0
+    for file, sample in samples:
+        ours = [key for key in sample.ids if key in seen]
+        again, total = again + len(ours) + len(sample.ids) - len(set(sample.ids)), total + len(sample.ids)
+        first = first or (file.url if again else "")
+        seen.update(sample.ids)
+    return [f"likely: {repeated_ids(job, place, again, total, first)} (of a sample)"] if again else []
+
+
+def repeated_ids(job: JobConfig, place: int, count: int, of: int, first: str) -> str:
+    """Return the sentence about ids that repeat, with the way out."""
+    return (
+        f"source {job.corpora[place].source!r}: {count} of {of} documents have an id that an earlier one has (first: {first}; "
+        "a number and the same digits as text are one id); where ids count from 0 in every file, set "
+        f"corpora.{place}.id_scope=file"
+    )
+
+
+def make_plan(
+    job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPlans | None = None, *, exact: bool = False
+) -> Planned:
     """Plan a whole job. Cost: one HEAD (or local hash) and a sample of 32 KiB of every file.
+
+    exact: where documents have ids, read all inputs once to find those that repeat; small inputs are always read.
 
     prior: what the cache holds. Inputs that have committed shards keep their cut, and, in corpus-wide de-duplication,
     their copy of a document. Raises UsageError where an input is cached under another recipe already, where no input
@@ -93,6 +133,7 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPl
     shards: list[PlanShard] = []
     estimates: list[SourceEstimate] = []
     warnings: list[str] = []
+    likely: list[str] = []
     seen: dict[str, str] = {}
     stored: dict[str, list[object]] = {"corpora": [], "recipes": [], "recipe_digests": []}
     for place, corpus in enumerate(job.corpora):
@@ -122,6 +163,8 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPl
         if files or not twice:
             check_source(corpus, samples, lenient=job.run.max_drop_share >= 1)
         warnings += template_warnings(corpus, samples)
+        if corpus.fields.id is not None:
+            likely += _likely_repeats(job, place, samples)
         warnings += share_warning(corpus, samples, job.run.max_drop_share)
         estimates.append(total)
         stored["corpora"].append(corpus.model_dump(mode="json"))
@@ -129,6 +172,16 @@ def make_plan(job: JobConfig, encoder: Encoder, spec_digest: str, prior: PriorPl
         stored["recipe_digests"].append(recipe)
     if not shards:
         raise UsageError("the corpora hold no data: every input file is empty")
-    if job.recipe.filters.dedup == "corpus":
-        shards = mark_duplicates(job, shards, prior.committed)
+    with_ids = job.run.check_ids and any(corpus.fields.id is not None for corpus in job.corpora)
+    small = sum(found.bytes for found in estimates) <= EXACT_BYTES
+    if job.recipe.filters.dedup == "corpus" or (with_ids and (exact or small)):
+        known = [plan for plan in prior.shards if all(shard.shard_id in plan for shard in shards)]
+        if known and job.recipe.filters.dedup != "corpus":  # an earlier run of this job has read the inputs
+            shards = [known[-1][shard.shard_id] for shard in shards]
+        else:
+            marked = mark_duplicates(job, shards, prior.committed)
+            shards = marked.shards
+            warnings += _repeats(job, marked)
+    else:
+        warnings += likely
     return Planned(Plan(spec_digest=spec_digest, created=utc_now(), job=stored, shards=shards), estimates, warnings)

@@ -15,7 +15,7 @@ from pipeline.planning.ranges import Cut
 from teachercache import Ledger
 from teachercache.errors import UsageError
 from teachercache.format.layout import PLANS
-from teachercache.format.objects import Plan
+from teachercache.format.objects import Plan, PlanShard
 from teachercache.store.ledger import read_sealed
 
 
@@ -36,6 +36,7 @@ class PriorPlans:
 
     committed: Set[str] = frozenset()
     cuts: dict[tuple[str, str], list[Cut]] = field(default_factory=dict)  # (input digest, recipe digest)
+    shards: list[dict[str, PlanShard]] = field(default_factory=list)  # of each plan, by id
     uses: dict[tuple[str, str], dict[str, Use]] = field(default_factory=dict)  # (source, input digest) → recipe digest
     date: str | None = None
 
@@ -74,6 +75,7 @@ def read_prior_plans(ledger: Ledger) -> PriorPlans:
     dates: list[tuple[str, str]] = []
     for found in ledger.store.list(PLANS) if prior.committed else ():
         plan = read_sealed(ledger.store, Plan, found.path)
+        prior.shards.append({shard.shard_id: shard for shard in plan.shards})
         digests = plan.job.get("recipe_digests", [])
         ranges: dict[tuple[str, str], list[Cut]] = {}
         begun: set[tuple[str, str]] = set()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import CorpusConfig, JobConfig
-from pipeline.corpus.documents import BY_WISH, Document, Dropped, extract
+from pipeline.corpus.documents import BY_WISH, Document, Dropped, extract, id_hash
 from pipeline.corpus.encode import ENDS_WITH_ASSISTANT, Encoder
 from pipeline.corpus.inputs import InputFile, open_binary, store_errors
 from pipeline.corpus.readers import (
@@ -56,6 +56,7 @@ class Sample:
     fields: set[str] = field(default_factory=set)  # names that documents without a wanted field do have
     details: dict[str, str] = field(default_factory=dict)  # of the first drop of each reason
     unprinted: Counter[str] = field(default_factory=Counter)  # keys of turns that the chat template leaves out
+    ids: list[bytes] = field(default_factory=list)
     whole: bool = False  # the sample is the file
     identity: str | None = None  # what a file is that cannot be read, by its first bytes
 
@@ -167,7 +168,8 @@ def _read(
                 break
             last = raw.end
             try:
-                documents.append(extract(raw, corpus, job.recipe.filters, file.digest))
+                documents.append(extract(raw, corpus, job.recipe.filters, file.digest, file.url))
+                sample.ids.append(id_hash(documents[-1]))
             except Dropped as drop:
                 sample.drop(drop)
                 if drop.reason == MISSING_FIELD:

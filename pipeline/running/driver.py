@@ -1,6 +1,8 @@
 """The pull loop: dispatches shards to actors with room, and decides what becomes of those that fail.
 
 A shard ends in one of three ways: committed (by us or by another job), quarantined with a reason, or given back.
+Before anything is written, a trial scores a first document of every source; and the first shards are committed only once
+it is known that not too many of their documents are left out.
 Nothing here is needed for safety: commits are conditional creates, so a lost driver, a zombie or a second job costs
 work, never a document.
 """
@@ -18,7 +20,19 @@ from typing import Any, TypeVar
 
 from pipeline.config import RunConfig
 from pipeline.running.leases import StoreLeases
-from pipeline.running.tasks import Failed, Finished, Pool, PoolState, ShardTask, merge_suspects
+from pipeline.running.tasks import (
+    ENOUGH_TO_JUDGE,
+    Failed,
+    Finished,
+    Pool,
+    PoolState,
+    Receipt,
+    ShardTask,
+    failures,
+    merge_suspects,
+    said,
+    too_many,
+)
 from teachercache import CacheWriter
 from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.format.objects import PlanShard
@@ -27,6 +41,9 @@ from teachercache.store.failures import retry_while_unavailable
 T = TypeVar("T")
 STORE_PATIENCE_S = 900.0
 REFRESH_S = 30.0  # how often commits of other jobs are looked up
+FIRST_SHARDS = 4  # committed only once it is known how many of their documents are left out
+TRIALS = 3  # shards of a source that may fail before a job gives up
+STORE_TRIES = 30  # of a shard, with pauses of up to a minute
 NARROWINGS = 12  # attempts that only find out which document kills the engine
 
 
@@ -73,10 +90,14 @@ class _Pending:
     narrowings: int = 0
     store_errors: int = 0
     solo: bool = False
+    accepted: bool = False  # whatever it leaves out
 
 
 class Driver:
-    """Runs the shards of a plan on a pool. `on_progress` is called every `run.log_every_s`, `on_event` for every event."""
+    """Runs the shards of a plan on a pool. `on_progress` is called every `run.log_every_s`, `on_event` for every event.
+
+    begin: called once a document of every source was scored (or is committed), and before anything is written.
+    """
 
     def __init__(
         self,
@@ -89,6 +110,7 @@ class Driver:
         on_progress: Callable[[Tally, PoolState], None] | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
         stop: threading.Event | None = None,
+        begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float = REFRESH_S,
     ) -> None:
@@ -97,6 +119,9 @@ class Driver:
         self._on_progress = on_progress or (lambda tally, state: None)
         self._on_event = on_event or (lambda name, details: None)
         self.stop = stop or threading.Event()
+        self._begin = begin
+        self._held: list[tuple[_Pending, Receipt]] = []  # shards that lost too much, until the first ones are judged
+        self._details: dict[str, str] = {}
         self._clock, self._refresh_s = clock, refresh_s
         self.shards = {s.shard_id: s for s in shards}
         self.tally = Tally(total=len(self.shards))
@@ -124,21 +149,123 @@ class Driver:
         self._pending.extend(_Pending(ShardTask(s)) for s in todo[turn:] + todo[:turn])
         self.tally.estimated_tokens_left = sum(s.estimated_tokens for s in todo)
         if not todo:
+            if self._begin is not None:
+                self._begin()
             return Outcome("done", self.tally, self.quarantined, self._clock() - began)
         pool = self._make_pool()
         try:
-            reason = self._loop(pool)
+            reason = "done"
+            if self._begin is not None:
+                known = {s.corpus for s in self.shards.values() if s.shard_id in committed}
+                reason = self._trial(pool, [s for s in todo if s.corpus not in known])
+                if reason == "done":
+                    self._begin()
+            if reason == "done":
+                reason = self._loop(pool)
         finally:
             pool.close()
             if self.leases is not None:
                 self.leases.release()
         return Outcome(reason, self.tally, self.quarantined, self._clock() - began, pool.state().gpu_seconds / 3600)
 
+    # -- before anything is written --------------------------------------------------------------------------------
+
+    def _trial(self, pool: Pool, shards: Sequence[PlanShard]) -> str:
+        """Score a first document of each source; return `done` or `stopped`.
+
+        Raises UsageError where a source gives no document, or where its first ENOUGH_TO_JUDGE cannot be used, and
+        TeacherCacheError where every input is damaged or the teacher fails TRIALS times.
+        """
+        sources: dict[int, list[PlanShard]] = {}
+        for shard in shards:
+            sources.setdefault(shard.corpus, []).append(shard)
+        for of_source in sources.values():
+            drops: Counter[str] = Counter()
+            details: dict[str, str] = {}
+            failed: dict[str, Failed] = {}  # by input
+            for shard in of_source:
+                if shard.input in failed:
+                    continue
+                event = self._try(pool, shard)
+                if event is None:
+                    return "stopped"
+                if isinstance(event, Failed):
+                    failed[shard.input] = event
+                    if event.kind in ("died", "timeout"):
+                        break  # the loop narrows down what kills an engine
+                    if event.kind != "input" and len(failed) >= TRIALS:
+                        raise TeacherCacheError(f"nothing was written: {event.message}")
+                    continue
+                if event.receipt.documents:
+                    break
+                drops.update(event.receipt.drops)
+                details = event.receipt.details | details
+                if failures(drops) >= ENOUGH_TO_JUDGE and self.run_config.max_drop_share < 1:
+                    raise _nothing_usable(of_source[0].source, shard, drops, details, "the first")
+            else:
+                if failed:
+                    raise TeacherCacheError(f"nothing was written: {next(iter(failed.values())).message}")
+                if drops.keys() != {"duplicate"}:  # those are in the cache under another source
+                    raise _nothing_usable(of_source[0].source, of_source[0], drops, details, "all")
+        return "done"
+
+    def _try(self, pool: Pool, shard: PlanShard) -> Finished | Failed | None:
+        """Run the trial of a shard, waiting out an outage of a store; None where `stop` is set. Raises UsageError."""
+        task, tries, submitted = ShardTask(shard, trial=True), 0, False
+        while not self.stop.is_set():
+            submitted = submitted or (pool.free_slots() > 0 and pool.submit(task))
+            for event in pool.wait(0.5):
+                if isinstance(event, Finished):
+                    return event
+                if event.kind == "usage":
+                    raise _usage(event)
+                if event.kind != "store" or tries == STORE_TRIES:
+                    return event
+                self._on_event("store", {"message": event.message})
+                tries, submitted = tries + 1, False
+                self.stop.wait(min(60.0, 2.0**tries))
+        return None
+
+    def _judged(self, held: int, documents: int) -> bool:
+        """Return whether enough is known of the first shards: FIRST_SHARDS and ENOUGH_TO_JUDGE documents, or all there is."""
+        enough = self.tally.committed + held >= FIRST_SHARDS and documents >= ENOUGH_TO_JUDGE
+        return enough or (held > 0 and not (self._pending or self._running))
+
+    def _judge(self) -> None:
+        """Stop where too many documents of the first shards, or of all so far, cannot be used; else go on with those held.
+
+        Raises UsageError.
+        """
+        share, tally = self.run_config.max_drop_share, self.tally
+        held: Counter[str] = Counter()
+        documents = tally.documents + sum(receipt.documents for _, receipt in self._held)
+        for _, receipt in self._held:
+            held.update(receipt.drops)
+            self._details = receipt.details | self._details
+        drops = tally.drops + held
+        if self._held and not self._judged(len(self._held), documents + failures(drops)):
+            return
+        if too_many(documents, drops, share):
+            lost = failures(drops)
+            worst = f", many in {self._held[0][0].task.shard.input}" if self._held else ""
+            kept = f"{tally.committed} shards of this run are" if tally.committed else "nothing of this run is"
+            raise UsageError(
+                f"{lost} of the first {documents + lost} documents cannot be used: {said(drops, self._details)}{worst}; "
+                f"{kept} committed. Correct the input or the recipe and run the same command again, or allow "
+                f"it with run.max_drop_share={min(1.0, lost / (documents + lost) + 0.05):.2f}"
+            )
+        for entry, _ in self._held:
+            entry.accepted = True
+            self._pending.append(entry)
+        self._held.clear()
+
     def _loop(self, pool: Pool) -> str:
         refreshed = reported = self._clock()
         budget_s = (self.run_config.budget_gpu_hours or float("inf")) * 3600
         self._refresh_leases()
-        while self._pending or self._running:
+        while self._pending or self._running or self._held:
+            if self._held and not (self._pending or self._running):
+                self._judge()
             if self.stop.is_set():
                 return "stopped"
             spent = pool.state().gpu_seconds >= budget_s
@@ -184,6 +311,8 @@ class Driver:
                 if entry.task.shard.shard_id in self._others and entry.failures == 0:
                     leased.append(entry)
                     continue
+            first = not entry.accepted and not self._judged(0, self.tally.documents + failures(self.tally.drops))
+            entry.task = replace(entry.task, max_drop_share=self.run_config.max_drop_share if first else 1.0)
             if not pool.submit(entry.task, solo=entry.solo):
                 waiting.append(entry)
                 continue
@@ -205,13 +334,17 @@ class Driver:
         for name in ("documents", "tokens", "rows", "bytes", "reused_rows"):
             setattr(tally, name, getattr(tally, name) + getattr(receipt, name))
         tally.drops.update(receipt.drops)
+        self._details = self._details | receipt.details
+        self._judge()
         self._on_event("committed", {"shard": receipt.shard_id, "tokens": receipt.tokens, "seconds": receipt.seconds})
 
     def _failed(self, entry: _Pending, event: Failed) -> None:
         if event.kind == "usage":
-            error = UsageError(event.message)
-            error.exit_code = event.exit_code
-            raise error
+            raise _usage(event)
+        if event.kind == "drops" and event.receipt is not None:
+            self._held.append((entry, event.receipt))
+            self._judge()
+            return
         shard_id = event.task.shard.shard_id
         self._on_event("failed", {"shard": shard_id, "kind": event.kind, "message": event.message})
         if event.kind == "input":
@@ -220,7 +353,7 @@ class Driver:
         now = self._clock()
         if event.kind == "store":
             entry.store_errors += 1
-            if entry.store_errors <= 30:
+            if entry.store_errors <= STORE_TRIES:
                 entry.not_before = now + min(60.0, 2.0**entry.store_errors)
                 self._requeue(entry, event.task)
                 return
@@ -298,3 +431,17 @@ class Driver:
             on_retry=lambda error, _: self._on_event("store", {"message": str(error)}),
             stop=self.stop,
         )
+
+
+def _usage(event: Failed) -> UsageError:
+    error = UsageError(event.message)
+    error.exit_code = event.exit_code
+    return error
+
+
+def _nothing_usable(
+    source: str, shard: PlanShard, drops: Counter[str], details: dict[str, str], which: str
+) -> UsageError:
+    lost = drops.total()
+    what = f"{which} {lost} documents are left out: {said(drops, details)}" if lost else "its files hold no document"
+    return UsageError(f"source {source!r} gives no document ({shard.input}): {what}; nothing was written")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from pipeline.running.tasks import Pool, PoolState
 from teachercache import CacheSpec, CacheWriter, Ledger, Manifest, Plan
 from teachercache.console import stop_on_signals
 from teachercache.errors import NotACache, SpecMismatch, UsageError
+from teachercache.format.layout import PROBES
+from teachercache.store.store import Store
 
 if TYPE_CHECKING:
     from pipeline.running.ray_pool import Observe
@@ -40,10 +43,11 @@ class Prepared:
 
 @dataclass(slots=True)
 class Result:
-    """What `run` did. `manifest` is None where nothing was published."""
+    """What `run` did. `manifest`: the newest one, None where the job did not get so far; `published`: by this run."""
 
     outcome: Outcome
     manifest: Manifest | None
+    published: bool = False
 
 
 def check_cache(job: JobConfig, spec: CacheSpec) -> PriorPlans:
@@ -83,8 +87,8 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def prepare(job: JobConfig) -> Prepared:
-    """Resolve the model, its identity and tokenizer, and plan; nothing is written."""
+def prepare(job: JobConfig, *, exact: bool = False) -> Prepared:
+    """Resolve the model, its identity and tokenizer, and plan (exact: see make_plan); nothing is written."""
     job = absolute(job)
     model = resolve_model(job.teacher)
     spec = build_spec(job, model)
@@ -92,7 +96,7 @@ def prepare(job: JobConfig) -> Prepared:
     encoder = Encoder(job, model, spec.tokenizer)
     if encoder.chat is not None and encoder.chat.prints_date:  # one day a cache, whenever its shards are made
         job = encoder.set_date(prior.date or today())
-    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, prior))
+    return Prepared(job, model, spec, encoder, make_plan(job, encoder, spec.digest, prior, exact=exact))
 
 
 def _make_pool(prepared: Prepared, plan_digest: str, observe: Observe | None) -> Pool:
@@ -124,38 +128,61 @@ def run_job(
     observe: makes an observer of an actor from its ShardWorker, inside the actor (watching.metrics.ActorMetrics). Raises
     UsageError (nothing was started) or another TeacherCacheError (what is committed stays committed).
     """
-    prepared = prepare(job)
+    prepared = prepare(job, exact=True)
     job = prepared.job
     if on_planned is not None:
         on_planned(prepared)
-    writer = teachercache.create(job.cache, prepared.spec, tokenizer_files=prepared.model)
-    plan_digest = writer.put_plan(prepared.planned.plan)
-    job = _with_reuse_settled(job, writer, prepared.planned.plan)
+    plan = prepared.planned.plan
+    store = Store.open(job.cache)
+    writer = CacheWriter(store, prepared.spec)
+    job = _with_reuse_settled(job, writer, plan)
     prepared.job = job
     stop = stop or threading.Event()
+
+    def begin() -> None:
+        teachercache.create(job.cache, prepared.spec, tokenizer_files=prepared.model, probe=False)
+        writer.put_plan(plan)
+
     driver = Driver(
         job.run,
         writer,
-        prepared.planned.plan.shards,
-        lambda: _make_pool(prepared, plan_digest, observe),
+        plan.shards,
+        lambda: _make_pool(prepared, plan.digest, observe),
         leases=StoreLeases(writer.store) if job.run.leases else None,
         on_progress=on_progress,
         on_event=on_event,
         stop=stop,
+        begin=begin,
     )
     known = {} if job.run.retry_quarantined else writer.quarantined()
     skip = {shard for shard, entry in known.items() if entry.scope == "shard"}
     for shard in skip & driver.shards.keys():
         driver.quarantined[shard] = known[shard].message
-    with stop_on_signals(stop, lambda name: say(f"{name}: giving back the shards in progress")):
+    with stop_on_signals(stop, lambda name: say(f"{name}: giving back the shards in progress")), _no_trace(store):
+        store.probe()  # before a teacher starts
         outcome = driver.run(skip)
-    manifest = None
+    manifest, published = None, False
     complete = outcome.reason == "done" and not outcome.quarantined
     if complete or job.run.allow_partial:
+        before = writer.ledger.manifest_numbers()
         manifest = writer.publish(
             allow_partial=job.run.allow_partial, allow_repeated_content=job.run.allow_repeated_content
         )
-    return Result(outcome, manifest)
+        published = manifest.number not in before
+    return Result(outcome, manifest, published)
+
+
+@contextmanager
+def _no_trace(store: Store) -> Iterator[None]:
+    """Remove the empty folders that a probe leaves on a local disk, where nothing was written after it."""
+    root = Path(store.root)
+    new = store.is_local and not root.exists()
+    try:
+        yield
+    finally:
+        for folder in (root / PROBES, *([root] if new else [])) if store.is_local else ():
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _with_reuse_settled(job: JobConfig, writer: CacheWriter, plan: Plan) -> JobConfig:

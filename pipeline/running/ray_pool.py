@@ -103,7 +103,7 @@ class TeacherActor:
             receipt = self._worker.run(task)
             return receipt
         finally:
-            if self._observer is not None:
+            if self._observer is not None and not task.trial:
                 self._observer(receipt)
 
     def state(self) -> dict[str, Any]:

@@ -23,13 +23,14 @@ from pipeline.corpus.encode import Encoder, Tokens, Window
 from pipeline.corpus.readers import read_documents
 from pipeline.errors import InputDamaged
 from pipeline.running.engine_loop import EngineLoop
-from pipeline.running.tasks import ShardTask
+from pipeline.running.tasks import ENOUGH_TO_JUDGE, ShardTask, failures
 from pipeline.teachers.base import Prompt, Scored
 from teachercache import Record
 from teachercache.format.record import content_key
 from teachercache.write.reuse import ReuseIndex
 
 ENCODE_BATCH = 64  # documents tokenised at a time
+TRIAL_BATCH = 4
 GENERATE_BATCH = 256  # prompts continued at a time: the engine decodes them together
 
 Journal = Callable[[str, str, Sequence[int]], None]  # (shard id, "in" | "out", ordinals)
@@ -61,8 +62,9 @@ class CommittedRows:
 class ShardRun:
     """One attempt at one shard: its records, and counts of what was dropped, broken and re-used.
 
-    drops: documents left out, by reason. broken: ids of documents whose rows were no good, by reason. reused: records,
-    rows and tokens copied from commits of other plans.
+    drops: documents left out, by reason; details: what is known of the first of each. broken: ids of documents whose rows
+    were no good, by reason; lost: their (split, doc_id), of which no window may stay. reused: records, rows and tokens
+    copied from commits of other plans.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class ShardRun:
     ) -> None:
         self.task, self.job, self.encoder, self.loop = task, job, encoder, loop
         self.drops: Counter[str] = Counter()
+        self.details: dict[str, str] = {}
         self.broken: dict[str, list[str]] = {}
+        self.lost: set[tuple[str, str]] = set()
         self.reused: Counter[str] = Counter()
         self._committed = committed
         self._journal = journal if task.attempt > 0 else None  # only a retried shard is watched
@@ -94,10 +98,37 @@ class ShardRun:
             gone, self._gone = self._gone, []
             yield from self._scored(iter(gone), alone)
 
-    def mark_broken(self, reason: str, doc_id: str) -> None:
-        """Count a document that is left out because of its rows, and keep its name."""
+    def first_usable(self) -> bool:
+        """Score documents one at a time, only their first window, until one is good; return whether there is one.
+
+        Gives up after ENOUGH_TO_JUDGE documents that cannot be used, unless the job allows any share of drops.
+        """
+        before = -1
+        for window in self.windows():
+            if window.ordinal == before:
+                continue
+            before = window.ordinal
+            for _, scored in self.loop.score(iter([window])):
+                if scored.rows is not None:
+                    return True
+                self._mark_unscored(window, scored)
+            if self._hopeless():
+                return False
+        return False
+
+    def mark_broken(self, reason: str, split: str, doc_id: str, detail: str = "") -> None:
+        """Count a document that is left out because of its rows, once, and keep its name."""
+        if (split, doc_id) in self.lost:
+            return
+        self.lost.add((split, doc_id))
         self.drops[reason] += 1
+        self.details.setdefault(reason, detail)
         self.broken.setdefault(reason, []).append(doc_id)
+
+    def _mark_unscored(self, window: Window, scored: Scored) -> None:
+        where = f"window {window.window}, which begins at token {window.start}"
+        said = f"{where}: {scored.error}" if scored.error else where
+        self.mark_broken(scored.error.reason if scored.error else "no_rows", window.split, window.doc_id, said)
 
     # -- windows → records ---------------------------------------------------------------------------------------
 
@@ -106,9 +137,9 @@ class ShardRun:
             if self._journal is not None:
                 self._journal(self.task.shard.shard_id, "out", [window.ordinal])
             if scored.rows is None:
-                self.mark_broken(scored.error.reason if scored.error else "no_rows", window.doc_id)
-                continue
-            yield record_of(window, scored)
+                self._mark_unscored(window, scored)
+            elif (window.split, window.doc_id) not in self.lost:
+                yield record_of(window, scored)
 
     def _note_entries(self, windows: Iterator[Window]) -> Iterator[Window]:
         for window in windows:
@@ -131,6 +162,8 @@ class ShardRun:
             if record is None:
                 self._gone.append(window)
                 continue
+            if (window.split, window.doc_id) in self.lost:
+                continue
             self.reused.update(records=1, rows=len(record.row_pos), tokens=len(record.input_ids))
             yield record
 
@@ -142,10 +175,11 @@ class ShardRun:
         exclude, suspects = set(self.task.exclude), set(self.task.suspects)
         # the file is read again for the suspects; what it drops is counted the first time
         documents = self._documents(Counter() if alone else self.drops)
-        while batch := list(islice(documents, GENERATE_BATCH if generates else ENCODE_BATCH)):
+        size = TRIAL_BATCH if self.task.trial else GENERATE_BATCH if generates else ENCODE_BATCH
+        while batch := list(islice(documents, size)):
             if not alone:
                 for document in (d for d in batch if d.ordinal in exclude):
-                    self.mark_broken("kills_engine", document.doc_id)
+                    self.mark_broken("kills_engine", document.split, document.doc_id)
             chosen = [d for d in batch if d.ordinal not in exclude and (d.ordinal in suspects) == alone]
             encoded = list(zip(chosen, self.encoder.tokens(chosen), strict=True))
             for document, tokens in self._continue(encoded) if generates else encoded:
@@ -155,26 +189,40 @@ class ShardRun:
                     yield from self.encoder.windows(document, tokens)
                 except Dropped as drop:
                     self.drops[drop.reason] += 1
+                    self.details.setdefault(drop.reason, drop.detail)
+            if self._hopeless():
+                return
+
+    def _hopeless(self) -> bool:
+        """Return whether a trial has seen enough."""
+        strict = self.task.trial and self.job.run.max_drop_share < 1
+        return strict and failures(self.drops) >= ENOUGH_TO_JUDGE
 
     def _documents(self, drops: Counter[str]) -> Iterator[Document]:
         shard, filters = self.task.shard, self.job.recipe.filters
         corpus = self.job.corpora[shard.corpus]
-        duplicates = set(shard.duplicates)
+        duplicates, repeated = set(shard.duplicates), set(shard.repeated_ids)
         seen: set[bytes] = set()
+        ids: set[tuple[str, str]] = set()
         raws = read_documents(shard.input, corpus, shard.start, shard.stop, shard.unit)
-        if corpus.limit_documents is not None and shard.unit in (
-            "file",
-            "items",
-        ):  # Parquet ranges end at the limit already
+        # Parquet ranges end at the limit already
+        if corpus.limit_documents is not None and shard.unit in ("file", "items"):
             raws = islice(raws, corpus.limit_documents)
         try:
             for raw in raws:
                 try:
-                    document = extract(raw, corpus, filters, shard.input_digest)
+                    document = extract(raw, corpus, filters, shard.input_digest, shard.input)
                     if raw.ordinal in duplicates or (filters.dedup != "none" and document.content_hash in seen):
                         raise Dropped("duplicate")
+                    if corpus.fields.id is not None:
+                        if raw.ordinal in repeated or (document.split, document.doc_id) in ids:
+                            raise Dropped("duplicate_id", document.doc_id)
+                        ids.add((document.split, document.doc_id))
                 except Dropped as drop:
                     drops[drop.reason] += 1
+                    self.details.setdefault(drop.reason, drop.detail)
+                    if self._hopeless():
+                        return
                     if drop.reason == "doc_id" and drops is self.drops:
                         self.broken.setdefault(drop.reason, []).append(f"{shard.input}@{raw.ordinal}")
                     continue

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from pipeline.corpus.dropped import BY_WISH
 from pipeline.errors import EngineDied, InputChanged, InputDamaged
 from teachercache.errors import StoreUnavailable, TeacherCacheError, UsageError
 from teachercache.format.objects import PlanShard
 
-Kind = Literal["input", "error", "died", "timeout", "store", "usage"]
+Kind = Literal["input", "error", "died", "timeout", "store", "usage", "drops"]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """A shard and what earlier attempts found: documents to leave out, documents to score alone (by ordinal)."""
+    """A shard and what earlier attempts found: documents to leave out, documents to score alone (by ordinal).
+
+    trial: score a first document and commit nothing. max_drop_share: commit nothing where more documents cannot be used.
+    """
 
     shard: PlanShard
     attempt: int = 0
     exclude: tuple[int, ...] = ()
     suspects: tuple[int, ...] = ()
+    trial: bool = False
+    max_drop_share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -35,6 +41,7 @@ class Receipt:
     bytes: int = 0
     reused_rows: int = 0  # of `rows`: copied from commits of other plans
     drops: dict[str, int] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)  # of the first drop of each reason
     seconds: float = 0.0
 
 
@@ -58,11 +65,14 @@ class Failed:
     message: str
     suspects: tuple[int, ...] = ()
     exit_code: int = 1
+    receipt: Receipt | None = None  # of a shard with too many drops: what it would have committed
 
     @classmethod
     def of(cls, task: ShardTask, error: BaseException) -> Failed:
         """Classify what a shard raised."""
         message = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, TooManyDrops):
+            return cls(task, "drops", message, receipt=error.receipt)
         if isinstance(error, (InputDamaged, InputChanged)):
             return cls(task, "input", message)
         if isinstance(error, EngineDied):
@@ -107,6 +117,37 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """End all actors."""
+
+
+class TooManyDrops(Exception):
+    """A shard was not committed, because more of its documents cannot be used than its task allows."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        super().__init__(said(receipt.drops, receipt.details))
+        self.receipt = receipt
+
+    def __reduce__(self) -> tuple[type[TooManyDrops], tuple[Receipt]]:
+        return TooManyDrops, (self.receipt,)
+
+
+ENOUGH_TO_JUDGE = 50  # documents; of fewer, a share says nothing
+
+
+def failures(drops: Mapping[str, int]) -> int:
+    """Return how many documents were dropped although the job did not ask for it."""
+    return sum(count for reason, count in drops.items() if reason not in BY_WISH)
+
+
+def too_many(documents: int, drops: Mapping[str, int], share: float, least: int = ENOUGH_TO_JUDGE) -> bool:
+    """Return whether more than a share of the documents cannot be used; never of fewer than `least`."""
+    lost = failures(drops)
+    return documents + lost >= least and lost > share * (documents + lost)
+
+
+def said(drops: Mapping[str, int], details: Mapping[str, str], most: int = 4) -> str:
+    """Return reasons with counts, the most frequent first, and what is known of the first document of each."""
+    ranked = sorted(drops.items(), key=lambda item: -item[1])[:most]
+    return ", ".join(f"{r} {n}" + (f" (first: {details[r]})" if details.get(r) else "") for r, n in ranked)
 
 
 def merge_suspects(old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:

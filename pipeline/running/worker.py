@@ -24,7 +24,7 @@ from pipeline.errors import InputChanged
 from pipeline.running.engine_loop import EngineLoop
 from pipeline.running.scratch import Scratch
 from pipeline.running.shard_run import CommittedRows, Journal, ShardRun
-from pipeline.running.tasks import Receipt, ShardTask
+from pipeline.running.tasks import Receipt, ShardTask, TooManyDrops, too_many
 from pipeline.teachers.base import RowsWanted, Teacher
 from pipeline.teachers.canary import check_teacher
 from pipeline.teachers.start import start_teacher
@@ -75,11 +75,17 @@ class ShardWorker:
         return teacher
 
     def run(self, task: ShardTask) -> Receipt:
-        """Do a shard and commit it. Whatever is raised, nothing that a reader can see was written."""
+        """Do a shard and commit it. Whatever is raised, nothing that a reader can see was written.
+
+        Raises TooManyDrops where the task does not allow what would be left out.
+        """
         began, shard = time.monotonic(), task.shard
         busy, scored_before = self.loop.busy_s, self.loop.tokens
         _check_input(shard, self.job.corpora[shard.corpus].storage)
         run = ShardRun(task, self.job, self.encoder, self.loop, committed=self.committed, journal=self.journal)
+        if task.trial:
+            documents = int(run.first_usable())
+            return Receipt(shard.shard_id, documents=documents, drops=dict(run.drops), details=run.details)
         with self.writer.new_attempt(shard.shard_id, self.scratch.folder) as attempt:
             seen: set[tuple[str, str]] = set()
             for record in run.records():
@@ -89,8 +95,16 @@ class ShardWorker:
                         seen.add((record.split, record.source))
                     attempt.add(record)
                 except InvalidRecord as error:
-                    run.mark_broken("duplicate_id" if error.reason == "duplicate" else error.reason, record.doc_id)
+                    if error.reason == "duplicate":
+                        run.drops["duplicate_id"] += 1
+                    else:
+                        run.mark_broken(error.reason, record.split, record.doc_id, str(error))
+            for split, doc_id in run.lost:
+                attempt.discard(split, doc_id)
             attempt.finish()
+            kept = sum(entry.documents for entry in attempt.entries)
+            if too_many(kept, run.drops, task.max_drop_share, least=1):  # the driver judges more shards than this one
+                raise TooManyDrops(Receipt(shard.shard_id, documents=kept, drops=dict(run.drops), details=run.details))
             attempt.upload()
             # shards overlap: engine time is divided by tokens
             scored_tokens = sum(e.tokens for e in attempt.entries) - run.reused["tokens"]
@@ -100,19 +114,23 @@ class ShardWorker:
                 provenance["reused"] = dict(run.reused)
             result = attempt.commit(drops=run.drops, provenance=provenance)
         if result.won:
-            self._name_broken(shard.shard_id, run.broken)
+            self._name_broken(shard.shard_id, run.broken, run.details)
         counts = {name: getattr(result, name) for name in ("won", "documents", "tokens", "rows", "bytes")}
         seconds = time.monotonic() - began
-        return Receipt(shard.shard_id, **counts, reused_rows=run.reused["rows"], drops=dict(run.drops), seconds=seconds)
+        return Receipt(
+            shard.shard_id, **counts, reused_rows=run.reused["rows"], drops=dict(run.drops), details=run.details,
+            seconds=seconds,
+        )  # fmt: skip
 
-    def _name_broken(self, shard_id: str, broken: dict[str, list[str]]) -> None:
+    def _name_broken(self, shard_id: str, broken: dict[str, list[str]], details: dict[str, str]) -> None:
         """Name the documents whose rows were no good, next to the commit that counts them; advisory."""
         for reason, names in broken.items():
             self.writer.quarantine(
                 shard_id,
                 scope="document",
                 reason=reason,
-                message=f"{len(names)} documents of a committed shard were left out: {reason}",
+                message=f"{len(names)} documents of a committed shard were left out: {reason}"
+                + (f" (first: {details[reason]})" if details.get(reason) else ""),
                 documents=names[:QUARANTINE_NAMES],
             )
 

@@ -194,7 +194,9 @@ def rows_from_columns(input_ids: np.ndarray, row_pos: np.ndarray, columns: Colum
     top_ids, top, target = ids[:, 1:], logprobs[:, 1:], logprobs[:, 0].astype(np.float32)
     if not np.isfinite(top).all():
         reason = "nan" if np.isnan(top).any() else "inf"
-        raise RowsInvalid(reason, f"{int((~np.isfinite(top)).sum())} of {top.size} log-probabilities are {reason}")
+        first = int(row_pos[np.flatnonzero(~np.isfinite(top).all(axis=1))[0]])
+        count = f"{int((~np.isfinite(top)).sum())} of {top.size} log-probabilities are {reason}"
+        raise RowsInvalid(reason, f"{count}, the first in the row at token {first} of the input")
     if not top.any(axis=1).all():
         raise RowsInvalid("zero_row", "a row holds only zeros: the engine never filled it")
     if columns.exact is None and (np.diff(top, axis=1) > 0).any():

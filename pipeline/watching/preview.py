@@ -32,7 +32,7 @@ def show_documents(console: Console, prepared: Prepared, count: int) -> None:
             if shown == count:
                 return
             try:
-                document = extract(raw, corpus, job.recipe.filters, shard.input_digest)
+                document = extract(raw, corpus, job.recipe.filters, shard.input_digest, shard.input)
                 (tokens,) = encoder.tokens([document])
                 if isinstance(tokens, Dropped):
                     raise tokens

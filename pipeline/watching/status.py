@@ -12,7 +12,7 @@ from rich.table import Table
 from pipeline.watching.progress import duration, human
 from teachercache import Commit, Ledger
 from teachercache.errors import NotACache
-from teachercache.store.liveness import live_commits, resolve_replacements
+from teachercache.store.liveness import live_commits, planned_shards, resolve_replacements
 
 
 def read_status(url: str) -> dict[str, Any]:
@@ -23,9 +23,9 @@ def read_status(url: str) -> dict[str, Any]:
     """
     ledger = Ledger.open(url)
     ledger.spec()  # NotACache before anything else is read
-    planned = {s.shard_id: s for plan in ledger.plans().values() for s in plan.shards}
     seen = ledger.snapshot()
     newest, done = seen.newest, seen.listed.keys()
+    planned = planned_shards(ledger.plans().values(), done)
     shards, broken = 0, 0
     for shard_id, entry in ledger.quarantines().items():
         if entry.scope == "document":

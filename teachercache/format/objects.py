@@ -83,6 +83,9 @@ class PlanShard(Strict):
     duplicates: list[Count] = Field(
         default_factory=list, description="documents left out because the job has them elsewhere, by ordinal"
     )
+    repeated_ids: list[int] = Field(
+        default_factory=list, description="documents left out because an earlier one has their id, by ordinal"
+    )
 
     @field_validator("shard_id")
     @classmethod

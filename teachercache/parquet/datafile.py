@@ -102,6 +102,10 @@ class FileBuilder:
             row_groups=self._groups,
         )  # fmt: skip
 
+    def holds(self, doc_ids: Collection[str]) -> bool:
+        """Return whether a record of one of these documents was added."""
+        return bool(doc_ids) and any(doc_id in doc_ids for doc_id, _ in self._windows)
+
     def abandon(self) -> None:
         """Remove the local file."""
         if self._writer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 
-from teachercache.format.objects import Commit
+from teachercache.format.objects import Commit, Plan, PlanShard
 from teachercache.store.store import ObjectInfo
 
 
@@ -58,3 +58,24 @@ def is_dead(commit: Commit, replaced: Mapping[str, str]) -> bool:
     if commit.shard_id in replaced:
         return True
     return any(replaced.get(old, commit.shard_id) != commit.shard_id for old in commit.replaces)
+
+
+def planned_shards(plans: Iterable[Plan], committed: Collection[str]) -> dict[str, PlanShard]:
+    """Return the shards that a cache waits for or has, by id: those of all plans, without what was planned anew.
+
+    An input that was corrected, or that got another recipe, has other shards in a later plan. The newest plan that names
+    an input of a source decides; older shards of it count only where they are committed.
+    """
+    decided: dict[tuple[str, str], set[str]] = {}
+    found: dict[str, PlanShard] = {}
+    for plan in sorted(plans, key=lambda plan: (plan.created, plan.digest), reverse=True):
+        ours: dict[tuple[str, str], set[str]] = {}
+        for shard in plan.shards:
+            ours.setdefault((shard.source, shard.input), set()).add(shard.shard_id)
+        for shard in plan.shards:
+            newer = decided.get((shard.source, shard.input))
+            if newer is None or shard.shard_id in newer or shard.shard_id in committed:
+                found.setdefault(shard.shard_id, shard)
+        for where, ids in ours.items():
+            decided.setdefault(where, ids)
+    return found

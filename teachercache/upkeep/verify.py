@@ -24,7 +24,7 @@ from teachercache.parquet.block import Block
 from teachercache.parquet.datafile import DataFile
 from teachercache.read.tokenizer import check_tokenizer
 from teachercache.store.ledger import Ledger, read_sealed
-from teachercache.store.liveness import live_commits, resolve_replacements
+from teachercache.store.liveness import live_commits, planned_shards, resolve_replacements
 from teachercache.store.store import Store
 from teachercache.write.uniqueness import FileKeys, check_unique, keys_of
 
@@ -241,7 +241,7 @@ def _check_shards(manifest: Manifest, commits: Sequence[Commit], plans: Sequence
     """Compare what a manifest says of its shards with what commits and plans give."""
     path = layout.manifest_path(manifest.number)
     by_shard, settled = {commit.shard_id: commit for commit in commits}, manifest.settled()
-    planned = {shard.shard_id for plan in plans for shard in plan.shards}
+    planned = planned_shards(plans, settled).keys()
     winners = set(manifest.replaced.values())
     drops: Counter[str] = Counter()
     for shard in settled & by_shard.keys():
@@ -252,7 +252,7 @@ def _check_shards(manifest: Manifest, commits: Sequence[Commit], plans: Sequence
         "shards_planned": len(planned),
         "shards_committed": len(planned & settled) if planned else len(settled),
         "shards_quarantined": min(manifest.shards_quarantined, len(missing)),  # since then they may have been committed
-        "complete": not missing,
+        "complete": not missing and manifest.documents > 0,
         "drops": dict(sorted(drops.items())),
     }
     for name, value in expected.items():

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from teachercache.errors import CommitConflict, CorruptFile, Exists, StaleAttempt
 from teachercache.format import layout
 from teachercache.format.objects import COUNTS, Commit, FileEntry
 from teachercache.format.record import Record, content_key
 from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import CacheSpec
-from teachercache.parquet.datafile import ROWS_PER_GROUP, FileBuilder
+from teachercache.parquet.datafile import ROWS_PER_GROUP, DataFile, FileBuilder
 from teachercache.store.ledger import read_sealed
 from teachercache.store.store import Store
 
@@ -84,6 +86,7 @@ class ShardAttempt:
         self._grace, self._clock, self._rows_per_group = grace_seconds, clock, rows_per_group
         self._folder = Path(tempfile.mkdtemp(prefix=f"teachercache-{shard_id[:16]}-", dir=folder))
         self._builders: dict[tuple[str, str], FileBuilder] = {}
+        self._discarded: dict[str, set[str]] = {}  # split -> doc_ids
         self._upload_began = float("nan")
 
     def __enter__(self) -> ShardAttempt:
@@ -116,11 +119,36 @@ class ShardAttempt:
             self._builders[where] = FileBuilder(self._folder, path, self._spec, rows_per_group=self._rows_per_group)
         self._builders[where].add(record)
 
-    def finish(self) -> None:
-        """Close and verify the local files: NEW -> BUILT."""
+    def discard(self, split: str, doc_id: str) -> None:
+        """Leave a document out of the files, with all its windows that were added already."""
         self._expect(State.NEW)
-        self.entries = [self._builders[where].close() for where in sorted(self._builders)]
+        self._discarded.setdefault(split, set()).add(doc_id)
+
+    def finish(self) -> None:
+        """Close and verify the local files: NEW -> BUILT. Files that hold a discarded document are written again."""
+        self._expect(State.NEW)
+        for where in sorted(self._builders):
+            entry = self._builders[where].close()
+            if self._builders[where].holds(self._discarded.get(where[0], set())):
+                rebuilt = self._without(where, entry)
+                if rebuilt is None:
+                    continue
+                entry = rebuilt
+            self.entries.append(entry)
         self.state = State.BUILT
+
+    def _without(self, where: tuple[str, str], entry: FileEntry) -> FileEntry | None:
+        """Write a local file again without the discarded documents; None where nothing is left of it."""
+        old = self._builders.pop(where)
+        whole = old.local.with_suffix(".whole")
+        old.local.rename(whole)
+        gone = self._discarded[where[0]]
+        with DataFile(self._store, entry, self._spec, local=pa.memory_map(str(whole))) as file:
+            for record in file.records():
+                if record.doc_id not in gone:
+                    self.add(record)
+        whole.unlink()
+        return self._builders[where].close() if where in self._builders else None
 
     def upload(self) -> None:
         """Create each file whole: BUILT -> UPLOADED. A failure leaves at most orphans."""

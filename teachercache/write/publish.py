@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from teachercache.errors import Exists, IncompleteCache, MissingObject, StoreUnavailable
+from teachercache.errors import Exists, IncompleteCache, MissingObject, StoreUnavailable, UsageError
 from teachercache.format import layout
 from teachercache.format.objects import COUNTS, Commit, Manifest, ManifestFile, ManifestPart, PartRef
 from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import CacheSpec
 from teachercache.store.ledger import Ledger, Snapshot
-from teachercache.store.liveness import is_dead, is_void, live_commits, resolve_replacements
+from teachercache.store.liveness import is_dead, is_void, live_commits, planned_shards, resolve_replacements
 from teachercache.store.store import ObjectInfo, Store
 from teachercache.write.attempt import GRACE_SECONDS
 from teachercache.write.remembered import Remembered
@@ -89,7 +89,7 @@ def _next(
         commit.check(spec.digest)
     committed = seen.settled | {commit.shard_id for commit in commits}
     plans = ledger.plans()
-    planned = {shard.shard_id for plan in plans.values() for shard in plan.shards}
+    planned = planned_shards(plans.values(), committed).keys()
     missing = planned - committed
     held = missing & ledger.quarantined() if missing else set()
     if missing and not allow_partial:
@@ -109,6 +109,12 @@ def _next(
     _check_present(store, files if whole else fresh, data)
     documents, repeated = _unique(ledger, newest if replaced == before else None, known, files, fresh)
     refuse_repeated(store, repeated, allowed=allow_repeated_content)
+    if not documents and newest is None:
+        lost: Counter[str] = Counter()
+        for commit in commits:
+            lost.update(commit.drops)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in lost.most_common(4)) or "no shard holds one"
+        raise UsageError(f"{store.url} holds no document ({reasons}); nothing was published.")
     counts = {name: sum(getattr(f, name) for f in files) for name in COUNTS} | {"documents": documents}
     drops, reused = Counter(newest.drops if newest else {}), newest.reused_rows if newest else 0
     winners, idle = set(replaced.values()), set(newest.idle if newest else ())
@@ -137,7 +143,7 @@ def _next(
         drops=dict(sorted(drops.items())),
         repeated_content=repeated,
         reused_rows=reused,
-        complete=not missing,
+        complete=not missing and documents > 0,
         parent=newest.digest if newest else None,
     )
 

@@ -121,7 +121,8 @@ def _refuse_duplicates(store: Store, files: Sequence[FileEntry], keys: Sequence[
     doc_id, window = min(shared) if shared else ("?", 0)
     raise DuplicateDocument(
         f"{store.url}: {twice.size} records are committed twice; first: {doc_id!r} window {window} of split {second.split}"
-        f", source {second.source} in {first.path} and {second.path}; nothing was published."
+        f", source {second.source} in {first.path} and {second.path}; nothing was published. "
+        f"`teachercache optimize {store.url} --without-repeats` keeps the first copy of each."
     )
 
 
