@@ -124,7 +124,7 @@ def _print(result: dict[str, Any], as_json: bool, title: str) -> None:
     table = Table("", title, show_lines=False)
     for key, value in result.items():
         for name, part in value.items() if isinstance(value, dict) else [("", value)]:
-            table.add_row(f"{key} {name}".strip().replace("_", " "), _number(part))
+            table.add_row(f"{key}.{name}".strip("."), _number(part))
     text_console().print(table)
 
 
