@@ -1,10 +1,12 @@
 """Bytes a row and decode rate of every encoding that we considered, on real teacher rows.
 
-    python benchmarks/encodings.py CACHE_URL [--rows 24000] [--quick]
+    python benchmarks/encodings.py CACHE_URL [--rows 24000] [--quick] [--sampled CACHE_URL]
 
 CACHE_URL is any cache with K = 100; `make demo` leaves one in build/demo/s3/teachercache-demo/smollm2-135m. Every variant
 writes the same records, all columns counted, footer included. The large vocabulary is the same rows with their ids
 mapped one-to-one at random into 262,144: no locality of ids is left, so it is the worst case for such a teacher.
+`--sampled` is a sampled cache (`benchmarks/parity.py` leaves one of 100 entries in OUT/models/cache/sampled-100): both
+layouts of its rows and of rows of 24 and 12 entries that are thinned from it.
 Decoding is timed in process CPU seconds on one thread, from local disk to numpy arrays, best of three.
 Results: benchmarks/results/encodings.json.
 """
@@ -33,11 +35,12 @@ import pyarrow.parquet as pq
 import teachercache
 from benchmarks.report import RESULTS, parser, write
 from teachercache.format.record import Record, check_record
-from teachercache.format.spec import Rows
+from teachercache.format.spec import Rows, SampledRows
 from teachercache.parquet.block import Block
 from teachercache.parquet.codecs import get_codec
 from teachercache.parquet.columns import LEAF
 from teachercache.parquet.open import OpenCodec
+from teachercache.upkeep.thin import thin_record, thinned_spec
 
 IDS = f"topk_ids.{LEAF}.{LEAF}"
 LOGPROBS = f"topk_logprobs.{LEAF}.{LEAF}"
@@ -183,10 +186,54 @@ def study(spec: teachercache.CacheSpec, records: list[Record], folder: Path, qui
     }
 
 
+def sampled_study(url: str, rows: int, folder: Path) -> dict[str, Any]:
+    """Bytes a row of sampled rows, as they are and thinned, in both vocabularies and layouts."""
+    cache = teachercache.open(url)
+    if not isinstance(cache.spec.rows, SampledRows):
+        raise SystemExit(f"--sampled needs a sampled cache, found top-{cache.spec.top_k} rows in {url}")
+    plain = [dataclasses.replace(r, split="train", source="all", meta={}) for r in cache.records()]
+    kept, found = groups_of(plain, rows)[0], {}
+    for entries in sorted({cache.spec.top_k, 24, 12}, reverse=True):
+        if entries > cache.spec.top_k:
+            continue
+        spec = cache.spec if entries == cache.spec.top_k else thinned_spec(cache, entries, None)
+        drawn = kept
+        if spec is not cache.spec:
+            drawn = [dataclasses.replace(thin_record(r, spec), content_key=r.content_key) for r in kept]
+        for kind, records in ((spec, drawn), large_vocabulary(spec, drawn)):
+            for record in records:
+                check_record(record, kind)
+            vocab = kind.tokenizer.vocab_size
+            for name in ("open", "compact"):
+                measured = measure(get_codec(name, kind.rows, vocab), records, folder)
+                found[f"sampled {entries}, {name}, V = {vocab:,}"] = measured
+                print(f"{vocab:7,}  sampled {entries:3} {name:20} {measured['bytes_per_row']:7.1f} B/row", flush=True)
+    return found
+
+
+def large_vocabulary(
+    spec: teachercache.CacheSpec, records: list[Record]
+) -> tuple[teachercache.CacheSpec, list[Record]]:
+    """Return spec and records with ids mapped into LARGE_VOCAB; drawn ids are sorted again, as the format has them."""
+    tokenizer = spec.tokenizer.model_copy(update={"vocab_size": LARGE_VOCAB})
+    to = np.random.default_rng(0).permutation(LARGE_VOCAB)[: spec.tokenizer.vocab_size].astype(np.int32)
+
+    def mapped(record: Record) -> Record:
+        ids = to[record.topk_ids]
+        if record.exact is not None:
+            drawn = np.arange(ids.shape[1]) >= record.exact[:, None]
+            order = np.argsort(np.where(drawn, ids, -1), axis=1, kind="stable")
+            ids = np.take_along_axis(ids, order, axis=1)
+        return dataclasses.replace(record, topk_ids=ids, input_ids=to[record.input_ids])
+
+    return spec.model_copy(update={"tokenizer": tokenizer}), [mapped(record) for record in records]
+
+
 def main() -> None:
     line = parser(__doc__, rows=24_000, out=RESULTS / "encodings.json")
     line.add_argument("url")
     line.add_argument("--quick", action="store_true", help="only the two layouts as shipped")
+    line.add_argument("--sampled", help="a sampled cache of the same teacher: its bytes a row too")
     args = line.parse_args()
     cache = teachercache.open(args.url)
     spec = cache.spec
@@ -195,9 +242,7 @@ def main() -> None:
     for record in records:
         check_record(record, spec)
     rows = sum(len(r.row_pos) for r in records)
-    large = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"vocab_size": LARGE_VOCAB})})
-    to = np.random.default_rng(0).permutation(LARGE_VOCAB)[: spec.tokenizer.vocab_size].astype(np.int32)
-    remapped = [dataclasses.replace(r, topk_ids=to[r.topk_ids], input_ids=to[r.input_ids]) for r in records]
+    large, remapped = large_vocabulary(spec, records)
     with tempfile.TemporaryDirectory() as name:
         result = {
             "teacher": spec.teacher.name,
@@ -208,6 +253,7 @@ def main() -> None:
             "taken": time.strftime("%Y-%m-%d"),
             "real": study(spec, records, Path(name), args.quick),
             "large_vocabulary": study(large, remapped, Path(name), True),
+            **({"sampled": sampled_study(args.sampled, args.rows, Path(name))} if args.sampled else {}),
         }
     write(args.out, result)
     print(json.dumps({k: v for k, v in result["real"].items() if k != "variants"}, indent=2))

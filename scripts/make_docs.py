@@ -73,6 +73,40 @@ def parity() -> str:
     return table([*header, "top-1", "perplexity", "ECE", "step", "memory"], rows)
 
 
+def parity_rows() -> str:
+    """Return the table and the plot of rows of two kinds for docs/PARITY.md, once they were measured."""
+    path = ROOT / "benchmarks/results/parity_rows_h200.json"
+    if not path.exists():
+        return "Not measured in this form yet: `python benchmarks/parity.py --group 1`, and `--group 2`, on an H200.\n"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    results = {result["run"]: result for result in report["results"]}
+    sizes, rows = report["bytes_per_row"], []
+    for name, result in results.items():
+        live = results.get("online/x4" if name.endswith("/x4") else "online")
+        kl, kind, *rest = result["heldout_kl_full_vocabulary"], *name.split("/")
+        entries = next((part[1:] for part in rest if part.startswith("K")), str(report["top_k"]))
+        label = f"{kind}-{rest[0]}" if kind in ("sampled", "thin") else f"top-{entries}"
+        size = sizes.get(f"{label}/{'compact' if 'compact' in rest else 'open'}")
+        alone = (
+            f"{result['cache_alone_kl']:.4f} ± {result['cache_alone_error']:.4f}" if "cache_alone_kl" in result else "—"
+        )
+        rows.append(
+            [
+                name,
+                f"{size:.0f}" if size and kind != "online" else "—",
+                f"{kl:.4f}",
+                f"{kl / live['heldout_kl_full_vocabulary'] - 1:+.1%}" if live else "—",
+                alone,
+                f"{result['top1_agreement']:.1%}",
+                f"{result['perplexity']:.2f}",
+                f"{result['ece']:.4f}",
+            ]
+        )
+    header = ["run", "bytes a row", "held-out KL, full vocabulary", "over online", "by the cache alone", "top-1"]
+    found = table([*header, "perplexity", "ECE"], rows)
+    return found + "\n![held-out KL against bytes a row](figures/parity-rows.svg)\n"
+
+
 def step_memory() -> str:
     """Return the table of a training step's memory by length and policy for docs/TRAINING.md."""
     rows = []
@@ -164,6 +198,7 @@ def train_keys() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "sizing": sizing,
     "parity": parity,
+    "parity-rows": parity_rows,
     "step-memory": step_memory,
     "metrics": metrics,
     "error-codes": error_codes,

@@ -506,6 +506,54 @@ def parity() -> Figure:
     return figure
 
 
+def parity_rows() -> Figure:
+    """Return held-out KL of students against the bytes of a row that they were trained from, on a log axis."""
+    report = load("parity_rows_h200.json")
+    results = {result["run"]: result["heldout_kl_full_vocabulary"] for result in report["results"]}
+    live, sizes = results["online"], report["bytes_per_row"]
+    kinds = {
+        "blue": [
+            ("fused/bucket/K10", "top-10/open", "top 10"),
+            ("fused/bucket/K50", "top-50/open", "top 50"),
+            ("fused/bucket", "top-100/open", "top 100"),
+            ("fused/bucket/compact", "top-100/compact", "top 100, compact"),
+        ],
+        "green": [(f"sampled/{n}", f"sampled-{n}/open", f"sampled {n}") for n in (12, 24, 50, 100)],
+        "orange": [("thin/24", "thin-24/open", "24 of 100")],
+    }
+    points = [
+        (colour, sizes[size], results[run], label)
+        for colour, runs in kinds.items()
+        for run, size, label in runs
+        if run in results and size in sizes
+    ]
+    figure = Figure(860, 420, "Held-out KL of students against bytes a row: sampled rows need a quarter of the bytes")
+    figure.text(20, 28, "Sampled rows: the whole distribution from a quarter of the bytes", bold=True, size=15)
+    figure.text(20, 52, "held-out full-vocabulary KL, nats", size=12, fill="muted")
+    low, high = min(live, *(kl for _, _, kl, _ in points)), max(kl for _, _, kl, _ in points)
+    span = (high - low) or 1.0
+
+    def across(size: float) -> float:
+        return 70 + 740 * math.log(size / 25) / math.log(400 / 25)
+
+    def down(kl: float) -> float:
+        return 340 - 250 * (kl - low) / span
+
+    for tick in (30, 50, 100, 200, 300):
+        figure.path([(across(tick), 356), (across(tick), 362)], arrow=False)
+        figure.text(across(tick), 376, str(tick), size=11, fill="muted", anchor="middle")
+    figure.text(440, 394, "bytes a row, all columns and footers (log scale)", size=12, fill="muted", anchor="middle")
+    figure.path([(70, down(live)), (810, down(live))], arrow=False)
+    figure.text(810, down(live) - 6, f"student of the live teacher: {live:.4f}", size=12, anchor="end")
+    for colour, size, kl, label in points:
+        x, y = across(size), down(kl)
+        figure.box(x - 5, y - 5, 10, 10, fill=colour, line=colour, r=5)
+        figure.text(x + 10, y - 6, f"{label} {kl / live - 1:+.1%}", size=12)
+    note = f"SmolLM2-135M to every second layer, 500 steps of 2,048 tokens, one H200, {report['machine']['date']}."
+    figure.text(20, 410, note, size=11, fill="muted")
+    return figure
+
+
 def packing() -> Figure:
     """Return documents packed into sequences, and the attention mask of one sequence."""
     figure = Figure(860, 300, "Packing: whole documents in a sequence; attention stays inside each document")
@@ -613,6 +661,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "loss-rows": loss_rows,
     "step-lengths": step_lengths,
     "parity": parity,
+    **({"parity-rows": parity_rows} if (RESULTS / "parity_rows_h200.json").exists() else {}),
     "packing": packing,
     "report": report_page,
 }

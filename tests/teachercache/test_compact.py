@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import teachercache
 from teachercache.errors import CorruptFile
 from teachercache.format.record import round_logprobs
+from teachercache.format.spec import SampledRows
 from teachercache.parquet.compact import MAX_L1, grid, quantise
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.optimize import optimize
@@ -101,3 +102,18 @@ def test_a_renumbering_that_is_none_is_refused(tmp_path, monkeypatch):
     writer.publish()
     with pytest.raises(CorruptFile, match="cannot be decoded"):
         list(teachercache.open(tmp_path).records())
+
+
+@pytest.mark.parametrize("vocab_size", [97, 50_257, 262_144, 2**24])
+def test_sampled_rows_of_any_vocabulary_come_back(tmp_path, vocab_size):
+    """From 2**18 ids on, the key by which a row is sorted again no longer fits 32 bits."""
+    spec = synthetic_spec(vocab_size=vocab_size, rows=SampledRows(entries=12, exact=3))
+    records = synthetic_records(spec, 3)
+    writer = teachercache.create(tmp_path / "cache", spec, codec="compact")
+    writer.commit("one", records)
+    writer.publish()
+    for ours, theirs in zip(teachercache.open(tmp_path / "cache").records(), records, strict=True):
+        assert (ours.exact == theirs.exact).all()
+        drawn = np.arange(12) >= theirs.exact[:, None]
+        assert (np.where(drawn, ours.topk_ids, 0) == np.where(drawn, theirs.topk_ids, 0)).all()
+        assert (np.sort(ours.topk_ids, axis=1) == np.sort(theirs.topk_ids, axis=1)).all()
