@@ -55,7 +55,7 @@ class HfTeacher(Teacher):
         return [self.scored(item, lambda: self.columns(item.input_ids, item.row_pos))]
 
     def columns(self, input_ids: np.ndarray, row_pos: np.ndarray | None = None) -> Columns:
-        """Return the rows of every position, 512 rows of logits at a time. row_pos int32 [r] keys the draws: all by default."""
+        """Return the rows of every position, 256 rows of logits at a time. row_pos int32 [r] keys the draws: all by default."""
         torch = self.torch
         every = np.arange(len(input_ids), dtype=np.int32)
         key = self.wanted.key(input_ids, every if row_pos is None else row_pos)
@@ -68,8 +68,8 @@ class HfTeacher(Teacher):
             cap = getattr(self.model.config, "final_logit_softcapping", None)
             scale = getattr(self.model.config, "logit_scale", None)
             parts = []
-            for start in range(0, len(ids), 512):
-                part = hidden[start : start + 512].to(self.head_dtype)
+            for start in range(0, len(ids), 256):
+                part = hidden[start : start + 256].to(self.head_dtype)
                 logits = torch.nn.functional.linear(part, head.weight.to(self.head_dtype)).float()
                 if getattr(head, "bias", None) is not None:
                     logits = logits + head.bias.float()
@@ -78,7 +78,7 @@ class HfTeacher(Teacher):
                 if cap:
                     logits = torch.tanh(logits / cap) * cap
                 u = key_uniforms(key, np.arange(start, start + len(logits)))
-                parts.append(rows_of_logits(logits, following[start : start + 512], self.wanted, u))
+                parts.append(rows_of_logits(logits, following[start : start + 256], self.wanted, u))
         joined: list[Any] = [None if p[0] is None else np.concatenate(p) for p in zip(*parts, strict=True)]
         return Columns(*joined)
 

@@ -45,13 +45,13 @@ class Selected(NamedTuple):
 
 
 def reference_row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor, vocab: int | None = None) -> TopColumns:
-    """Return the rows of logits [N, V]; target int [N]. Only ids below `vocab` are taken, the others' mass counts."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    """Return the rows of logits [N, V], in float64; target int [N]. Only ids below `vocab` are taken, all mass counts."""
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
     top = torch.topk(logprobs[:, :vocab], k, dim=-1)
     first = target.long()[:, None]
     ids = torch.cat([first, top.indices], dim=1).to(torch.int32)
     entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
-    return TopColumns(ids, torch.cat([logprobs.gather(1, first), top.values], dim=1), entropy)
+    return TopColumns(ids, torch.cat([logprobs.gather(1, first), top.values], dim=1).float(), entropy.float())
 
 
 def row_top_k(logits: torch.Tensor, k: int, target: torch.Tensor, vocab: int | None = None) -> TopColumns:

@@ -20,7 +20,7 @@ def compare(
     torch.testing.assert_close(logprobs, wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[:, 0], wanted_ids[:, 0])
     # equal logits may come in another order: the ids must hold the values that they claim
-    claimed = torch.log_softmax(logits.float(), dim=-1).gather(1, ids.long())
+    claimed = torch.log_softmax(logits.double(), dim=-1).gather(1, ids.long()).float()
     torch.testing.assert_close(claimed, logprobs, rtol=1e-5, atol=1e-5)
     assert all(len(set(row.tolist())) == k for row in ids[:, 1:])
 
