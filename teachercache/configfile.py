@@ -95,7 +95,7 @@ def _index(node: Any, part: str, override: str, above: list[str]) -> str | int:
 def _explain(error: ValidationError, model: type[BaseModel], where: str, other_names: Mapping[str, str]) -> str:
     problem = error.errors(include_url=False)[0]
     location = problem["loc"]
-    dotted = ".".join(str(part) for part in location)
+    dotted = ".".join(repr(str(part))[1:-1] for part in location)  # a key may hold a line feed
     if problem["type"] == "extra_forbidden":
         return f"unknown key {dotted} in {where}; did you mean {nearest_key(model, location, other_names)}?"
     if problem["type"] == "missing" or (problem["input"] is None and problem["type"].endswith("_type")):
