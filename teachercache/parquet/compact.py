@@ -162,7 +162,7 @@ class CompactCodec(Codec):
         key <<= bits
         key |= number
         if exact is not None:  # behind all levels, by id
-            key[drawn] = (len(_grids()[0]) << bits) | order[number[drawn]].astype(wide)
+            key[drawn] = order[number[drawn]].astype(np.int64) | (len(_grids()[0]) << bits)
         key.sort(axis=1)
         number = (key & ((1 << bits) - 1)).astype(np.int32)
         ids = np.where(drawn, number, order[number]) if drawn.any() else order[number]
