@@ -36,7 +36,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 
 
 def _cache_of(target: str, overrides: list[str] | None) -> str:
-    return load_job(target, overrides).cache if target.endswith((".yaml", ".yml")) else target
+    return load_job(target, overrides).cache if target.endswith((".yaml", ".yml", ".json")) else target
 
 
 @app.command()

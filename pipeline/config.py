@@ -18,23 +18,20 @@ import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from teachercache import configfile
+from teachercache.configfile import Section
 from teachercache.format.layout import NAME
 from teachercache.format.spec import Rows, SampledRows, TopKRows
-from teachercache.store.store import check_url
+from teachercache.urls import check_url
 
 Kind = Literal["text", "messages", "input_ids", "prompt"]  # what a document is
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
 _OTHER_NAMES = {"top_k": "rows.entries"}  # keys of other tools and earlier versions
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TeacherConfig(_Strict):
+class TeacherConfig(Section):
     """Which model makes the rows, and how it runs."""
 
     model: str = Field(description="folder of a Hugging Face model, or an id on the hub")
@@ -74,7 +71,7 @@ class TeacherConfig(_Strict):
     )
 
 
-class RowsConfig(_Strict):
+class RowsConfig(Section):
     """What is kept of the teacher's distribution at each position; part of the cache's identity."""
 
     kind: Literal["top_k", "sampled"] = Field(
@@ -108,7 +105,7 @@ class RowsConfig(_Strict):
         return self
 
 
-class Fields(_Strict):
+class Fields(Section):
     """Names of the columns that hold what is needed. Exactly one of text, messages, input_ids, prompt is used."""
 
     text: str | None = Field(None, description="raw text; the column `text` where no field names the document")
@@ -143,7 +140,7 @@ class Fields(_Strict):
         return "text" if self.text is None else self.text
 
 
-class StorageConfig(_Strict):
+class StorageConfig(Section):
     """Where a corpus's object store is and by whose rights it is read; keys come from the environment or a profile."""
 
     endpoint: str | None = Field(None, description="URL of the store's endpoint; AWS_ENDPOINT_URL by default")
@@ -161,7 +158,7 @@ class StorageConfig(_Strict):
         return self
 
 
-class CorpusConfig(_Strict):
+class CorpusConfig(Section):
     """One source of documents."""
 
     source: str = Field("default", pattern=_NAME, description="name of this source in the cache")
@@ -197,7 +194,7 @@ class CorpusConfig(_Strict):
         return [value] if isinstance(value, str) else value
 
 
-class WindowsConfig(_Strict):
+class WindowsConfig(Section):
     """What happens to a document longer than `size` tokens."""
 
     policy: Literal["window", "truncate", "skip"] = Field(
@@ -218,7 +215,7 @@ class WindowsConfig(_Strict):
         return self
 
 
-class ChatConfig(_Strict):
+class ChatConfig(Section):
     """How messages become text."""
 
     template: str | None = Field(None, description="path of a Jinja file; the tokenizer's template by default")
@@ -231,7 +228,7 @@ class ChatConfig(_Strict):
     rows: Literal["all", "masked"] = Field("all", description="`masked` stores rows only where the mask is true")
 
 
-class FiltersConfig(_Strict):
+class FiltersConfig(Section):
     """Which documents are left out; empty and blank ones and invalid UTF-8 always are. Every drop is counted by reason."""
 
     min_tokens: int = Field(1, ge=1, description="shorter documents are dropped")
@@ -242,7 +239,7 @@ class FiltersConfig(_Strict):
     )
 
 
-class GenerateConfig(_Strict):
+class GenerateConfig(Section):
     """The teacher continues prompts, then the whole is scored by prefill; the loss mask is on the continuation."""
 
     max_tokens: int = Field(256, ge=1, description="longest continuation")
@@ -252,7 +249,7 @@ class GenerateConfig(_Strict):
     seed: int = Field(0, description="with a document's content it seeds the sampling")
 
 
-class RecipeConfig(_Strict):
+class RecipeConfig(Section):
     """What makes rows out of documents. Digested into every shard id."""
 
     mode: Literal["score", "generate"] = Field(
@@ -269,7 +266,7 @@ class RecipeConfig(_Strict):
     generate: GenerateConfig = Field(GenerateConfig.model_validate({}), description="how the teacher continues prompts")
 
 
-class RunConfig(_Strict):
+class RunConfig(Section):
     """How the work is run; changes no shard, except `shard_tokens` and `shard_bytes`, which cut the inputs."""
 
     executor: Literal["ray", "inline"] = Field("ray", description="inline = in this process, one teacher, no Ray")
@@ -321,7 +318,7 @@ class RunConfig(_Strict):
     log_every_s: float = Field(10, gt=0, description="seconds between two lines of progress")
 
 
-class JobConfig(_Strict):
+class JobConfig(Section):
     """A whole job file."""
 
     cache: str = Field(description="folder or URL of the cache; made where it is missing")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import math
+import re
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,12 +18,153 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from teachercache.errors import UsageError
+from teachercache.urls import refuse_credentials
 
 M = TypeVar("M", bound=BaseModel)
 ANY_ENTRY = "*"  # in place of an index of a list in a dotted key
+MAX_NODES = 100_000  # of a YAML file, aliases expanded
+MAX_DEPTH = 50
+_NUMBER = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
+
+
+class Section(BaseModel):
+    """A part of a configuration: frozen, strict about unknown keys; numbers are plain, and no URL holds credentials."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_credentials(cls, tree: Any) -> Any:
+        for key, text in _leaves(tree):
+            refuse_credentials(key)
+            if isinstance(text, str):
+                refuse_credentials(text, key)
+        return tree
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what Python would take for a number where one is meant: a boolean, `010`, `5:00`, `.inf`."""
+        kinds = _value_types(cls.model_fields[str(info.field_name)].annotation)
+        if kinds & {int, float} and not kinds & {bool, Any}:
+            for _, found in _leaves(value):
+                text = isinstance(found, str) and str not in kinds
+                if isinstance(found, bool) or (text and (not _NUMBER.fullmatch(found) or _OCTAL.fullmatch(found))):
+                    raise ValueError("expected a number in plain decimals")
+        return value
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value below a tree, each part of it once however often it is named."""
+    seen: set[int] = set()
+    left = [("", tree)]
+    while left:
+        key, node = left.pop()
+        if not isinstance(node, (dict, list, tuple)):
+            yield key, node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            inside = node.items() if isinstance(node, dict) else enumerate(node)
+            left += [(f"{key}.{part}".lstrip("."), value) for part, value in inside]
+
+
+def _value_types(annotation: Any) -> set[Any]:
+    """Return the types that a field's value may have at its leaves; keys of mappings do not count."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return {type(part) for part in parts}
+    if origin is None or not parts:
+        return {annotation}
+    if origin is dict:
+        parts = parts[1:]
+    elif getattr(origin, "__name__", "") == "Annotated":
+        parts = parts[:1]
+    return set().union(*map(_value_types, parts))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the scalars of version 1.2: `yes`, `on` and dates are text, `010` and `5:00` are no numbers.
+
+    Refuses a key that a mapping has twice, with both lines; deep nesting; and aliases that multiply.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()
+        if node is None:
+            return None
+        self._count(node, {})
+        return self.construct_document(node)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # JSON's way to 4-byte characters
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16")
+        return value
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            name, line = key.value if isinstance(key, yaml.ScalarNode) else id(key), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {name} is set twice, in line {lines[name]} and line {line}"
+                )
+            lines[name] = line
+        return node
+
+    def _count(self, node: Any, known: dict[int, float]) -> float:
+        """Return the number of nodes below one; inside of itself it is infinite."""
+        if id(node) not in known:
+            known[id(node)] = math.inf
+            inside = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [part for entry in inside for part in (entry if isinstance(entry, tuple) else (entry,))]
+            known[id(node)] = 1 + sum(self._count(part, known) for part in parts)
+        if known[id(node)] > MAX_NODES:
+            raise yaml.MarkedYAMLError(problem="aliases make it too large", problem_mark=node.start_mark)
+        return known[id(node)]
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), ["" if c == "\0" else c for c in _first]
+    )
+
+
+def read_yaml(text: str, what: str) -> Any:
+    """Return what a YAML (or JSON) text holds. Raises UsageError of one sentence, which quotes keys but no values."""
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        raise UsageError(f"{what} is not valid YAML: {error.problem or error.context}{where}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        raise UsageError(f"{what} is not valid YAML: {said}") from error
 
 
 def load(
@@ -39,18 +182,25 @@ def load(
     """
     tree: Any = {}
     if path is not None:
+        refuse_credentials(str(path))
         try:
-            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            text = Path(path).read_text(encoding="utf-8-sig")
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            said = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
-            raise UsageError(f"{path} is not valid YAML: {said}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} is not valid YAML: {error}") from error
+        if text.lstrip().startswith("{"):  # JSON, which may be indented with tabs
+            text = text.replace("\t", " ")
+        tree = read_yaml(text, str(path)) or {}
         if not isinstance(tree, dict):
             expected = ", ".join(list(model.model_fields)[:3])
             raise UsageError(f"{path} holds a {type(tree).__name__}; expected keys such as {expected}")
+    set_before: dict[str, str] = {}
     for override in overrides:
         apply_override(tree, override)
+        key = override.partition("=")[0]
+        if set_before.setdefault(key, override) != override:
+            raise UsageError(f"{key} is set twice on the command line, to different values; give it once")
     return validate(model, tree, where or str(path), other_names)
 
 
@@ -65,12 +215,11 @@ def validate(model: type[M], tree: dict[str, Any], where: str, other_names: Mapp
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set `a.b.0.c=value` in place, sections made where missing; the value is read as YAML, so `x=null` works."""
     key, equals, text = override.partition("=")
+    refuse_credentials(key)
+    refuse_credentials(text, key)
     if not equals or not key:
         raise UsageError(f"expected key=value, found {override!r}; for example seed=1")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"the value of {key} is not valid YAML: {text!r}") from error
+    value = read_yaml(text, f"the value of {key}")
     *parents, leaf = key.split(".")
     node: Any = tree
     for depth, parent in enumerate(parents):
@@ -102,7 +251,8 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str, other_n
         return f"{where} lacks {dotted}: set it in the YAML file or as {dotted}=VALUE"
     message = problem["msg"].removeprefix("Value error, ")
     found = problem["input"]
-    shown = "" if isinstance(found, (dict, list, BaseModel)) else f" (found {found!r})"
+    found = json.dumps(found) if isinstance(found, bool) else repr(found)  # as YAML has it
+    shown = "" if isinstance(problem["input"], (dict, list, BaseModel)) else f" (found {found})"
     return f"{where}: {dotted + ': ' if dotted else ''}{message}{shown}"
 
 

@@ -20,6 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.urls import hide_credentials, refuse_credentials
 
 LOG_COLUMNS = 160  # without a terminal: a log is no 80-column screen
 INTERRUPTED = 130
@@ -87,7 +88,7 @@ def run_cli(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: s
         if said := usage():
             context = getattr(error, "ctx", None)
             see = f"; see {context.command_path} --help" if context else ""
-            say(f"error: {said.rstrip('.')}{see}")
+            say(f"error: {hide_credentials(said).rstrip('.')}{see}")
         sys.exit(UsageError.exit_code)
     if status == INTERRUPTED:
         _fail("interrupted", INTERRUPTED)
@@ -96,13 +97,14 @@ def run_cli(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: s
 
 def local_path(text: str | Path) -> Path:
     """Return an argument that must be a local path; raise UsageError for a URL, unquoted: it may hold a secret."""
+    refuse_credentials(str(text))
     if "://" in str(text):
         raise UsageError("a URL is given where a local path is expected")
     return Path(text)
 
 
 def _fail(said: str, status: int) -> NoReturn:
-    say(f"error: {' '.join(said.split())}")
+    say(f"error: {' '.join(hide_credentials(said).split())}")
     sys.exit(status)
 
 

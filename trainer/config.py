@@ -11,21 +11,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from teachercache import configfile
+from teachercache.configfile import Section
 from teachercache.format.spec import Rows, SampledRows, TopKRows
-from teachercache.store.store import check_url, refuse_credentials
+from teachercache.urls import check_url, refuse_credentials
 from trainer.losses.options import LossOptions, Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
 """Common names of keys of ours that no distance of spelling finds."""
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RowChoice(Section):
@@ -332,7 +327,7 @@ class TrainerConfig(Section):
 
     @field_validator("cache", "student", "output", "teacher")
     @classmethod
-    def _no_credentials(cls, url: str | None) -> str | None:
+    def _right_urls(cls, url: str | None) -> str | None:
         check_url(url or "")
         return url
 

@@ -27,6 +27,7 @@ from teachercache.errors import (
     TeacherCacheError,
     UsageError,
 )
+from teachercache.urls import hide_credentials
 
 T = TypeVar("T")
 Kind = Literal["exists", "missing", "denied", "transient", "unsupported", "checksum", "other"]
@@ -163,7 +164,7 @@ def endpoint_of(fs: object) -> str:
     """Return where a file system sends its requests, without credentials: "http://host:9000" or "the default endpoint"."""
     asked = getattr(fs, "endpoint_url", None) or (getattr(fs, "client_kwargs", None) or {}).get("endpoint_url")
     asked = asked or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return _without_userinfo(asked) if asked else "the default endpoint"
+    return hide_credentials(asked) if asked else "the default endpoint"
 
 
 def explain(
@@ -220,7 +221,7 @@ def explain(
         return StoreUnavailable(f"{name}: {error.strerror or code}.")
     if type(error).__module__.startswith("botocore.") or str(error).startswith("Invalid endpoint"):
         # Raised before any request: a profile, region, bucket's name or endpoint.
-        said = " ".join(str(error).split())[:200]
+        said = hide_credentials(" ".join(word for word in str(error).split() if "@" not in word))[:200]
         return UsageError(
             f"{url} cannot be reached with these settings ({type(error).__name__}: {said}); check AWS_PROFILE, "
             "AWS_ENDPOINT_URL (http://host:port) and the bucket's name."
@@ -267,8 +268,3 @@ def retry_while_unavailable(
                 on_retry(error, wait_s)
         (time.sleep if stop is None else stop.wait)(wait_s)
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-
-
-def _without_userinfo(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="").geturl()

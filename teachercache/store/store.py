@@ -8,13 +8,11 @@ AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, 
 
 from __future__ import annotations
 
-import difflib
 import errno
 import hashlib
 import io
 import os
 import pickle
-import re
 import shutil
 import time
 import uuid
@@ -42,6 +40,7 @@ from teachercache.errors import (
 from teachercache.format import layout
 from teachercache.format.sealed import MAX_JSON_BYTES
 from teachercache.store.failures import classify, endpoint_of, error_code, explain, http_status
+from teachercache.urls import NO_CREDENTIALS, check_url, refuse_credentials
 
 _NO_LINKS_ERRNO = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 T = TypeVar("T")
@@ -56,11 +55,6 @@ S3_CONFIG = {
 _EMPTY_CODES = {"InvalidRange", "416"}  # a range of an object without a byte
 _TOO_LONG = "{path} is {size} bytes long, above the limit of {limit}; it is not what it claims to be."
 _LOCAL_TEMP = ".tmp-"
-_SECRET_IN_QUERY = re.compile(r"[?&][^=&]*(key|secret|token|signature|credential|password|sig)[^=&]*=", re.IGNORECASE)
-_NO_CREDENTIALS = (
-    "a URL names a place and holds no credentials; expected for example s3://bucket/prefix without '?', '@' or ':', and "
-    "credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,52 +66,11 @@ class ObjectInfo:
     modified: datetime  # by the server's clock, UTC
 
 
-SCHEMES = {"file", "http", "https", "s3", *fsspec.available_protocols()}
-_SCHEME_LIKE = re.compile(r"([^\W\d_][\w+.-]+)(:(?!//)[/\\]*|[;.,]?//+|\\+)")  # s3:/x, s3:x, s3//x, s3\\x
-_USUAL = ("s3", "s3a", "gs", "gcs", "http", "https", "file", "hf", "az", "abfs")
-
-
-def check_url(url: str) -> None:
-    """Raise UsageError for a URL that is misspelt or holds credentials. For every URL that a user gives.
-
-    A misspelt scheme would otherwise be a path: `s3:/bucket/x` makes a folder `s3:` here, and the job succeeds.
-    """
-    if url != url.strip():
-        raise UsageError("there are blanks around a URL; remove them.")
-    refuse_credentials(url)
-    scheme, separator, rest = url.rpartition("::")[2].partition("://")
-    if separator:
-        if scheme not in SCHEMES:
-            near = difflib.get_close_matches(scheme.lower(), [*_USUAL, *sorted(SCHEMES)], 1)
-            hint = f"did you mean {near[0]}://?" if near else "expected s3://, file:// or a path"
-            raise UsageError(f"{scheme + '://'!a} is not supported; {hint}")
-        if scheme in ("s3", "s3a", "gs", "gcs", "http", "https") and not re.match(r"[^/?#\\]", rest):
-            what = "host" if scheme.startswith("http") else "bucket"
-            raise UsageError(f"a URL names no {what}; expected for example {scheme}://{what}/path.")
-        return
-    found = _SCHEME_LIKE.match(url)
-    if found and (near := difflib.get_close_matches(found[1].lower(), _USUAL, 1, cutoff=0.75)):
-        raise UsageError(
-            f"a URL that begins {found[0]!a} would be a path on this machine; did you mean {near[0]}://? A path with "
-            "such a name begins with ./ or /."
-        )
-
-
-def refuse_credentials(url: str) -> None:
-    """Raise UsageError for a URL that holds credentials (user:secret@host, a token in the query), without naming it.
-
-    Every message and log quotes URLs. Use it as a validator of every configuration key that holds one: what it raises
-    passes through pydantic unchanged, so that the value is not repeated.
-    """
-    if "://" not in url:
-        return
-    scheme, rest = url.split("://", 1)
-    host = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    # A secret may hold a slash, which ends the host early: "key:sec/ret@bucket".
-    port = host.rsplit(":", 1)[-1] if ":" in host and not host.startswith("arn:") else ""
-    in_host = "@" in host or (bool(port) and (scheme in ("s3", "s3a") or not port.isdigit()))
-    if in_host or _SECRET_IN_QUERY.search(rest):
-        raise UsageError(_NO_CREDENTIALS)
+def endpoints(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return where S3 may be, by the name of the setting: of a store's options and of the environment."""
+    found = {"endpoint_url": options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")}
+    found |= {name: os.environ.get(name) for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")}
+    return {name: str(endpoint) for name, endpoint in found.items() if endpoint}
 
 
 class Store:
@@ -139,7 +92,7 @@ class Store:
     def open(cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
         """Return a store rooted at `url`: s3://, file:// or a plain path. Touches nothing yet.
 
-        Raises UsageError for any other URL, and for one that holds credentials.
+        Raises UsageError for any other URL, and for one (or an endpoint) that holds credentials.
         """
         url = os.fspath(url)
         check_url(url)
@@ -148,9 +101,11 @@ class Store:
         if scheme in ("s3", "s3a"):
             bucket = urlsplit(url).netloc
             if "?" in url:
-                raise UsageError(_NO_CREDENTIALS)
+                raise UsageError(NO_CREDENTIALS)
             if not bucket:
                 raise UsageError(f"{url!r} names no bucket; expected s3://bucket/prefix.")
+            for name, endpoint in endpoints(options).items():
+                refuse_credentials(endpoint if "://" in endpoint else f"http://{endpoint}", name)
             options["use_listings_cache"] = False  # whatever was asked for: another process's commits would stay hidden
             options.setdefault("skip_instance_cache", True)
             options["config_kwargs"] = S3_CONFIG | dict(options.get("config_kwargs", {}))

@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from pipeline.cli import main
 from pipeline.config import JobConfig, parse_job
 from teachercache.configfile import ANY_ENTRY, describe
 from teachercache.errors import UsageError
@@ -102,6 +103,29 @@ JOB: dict = {"cache": "c", "teacher": {"model": "m"}, "corpora": [{"files": ["x"
 def test_rows_that_cannot_be_made_are_refused(change, said):
     with pytest.raises(UsageError, match=said):
         parse_job(JOB | change)
+
+
+SECRETS = [
+    "s3://key:hidden@bucket/x.jsonl",
+    "https://user:hidden@host/x.jsonl",
+    "https://host/x.jsonl?X-Amz-Signature=hidden",
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("place", ["cache", "corpora.0.files", "corpus_root", "teacher.model", "recipe.chat.template"])
+def test_a_job_with_credentials_in_a_url_ends_before_anything_is_opened(
+    job_file, tmp_path, monkeypatch, capsys, place, secret
+):
+    job = job_file(tmp_path / "cache", [tmp_path / "a.jsonl"])
+    for command in ("plan", "run"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, str(job), f"{place}={secret}"])
+        said = "".join(capsys.readouterr())
+        assert ended.value.code == 2
+        assert "holds no credentials" in said
+        assert "hidden" not in said
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("place", ["cache", "corpus_root", "model", "files"])

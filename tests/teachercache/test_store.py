@@ -11,13 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from pydantic import BaseModel, field_validator
 
 import teachercache
-from teachercache.configfile import validate
 from teachercache.doctor import check_store
 from teachercache.errors import Exists, MissingObject, StoreDenied, StoreUnsafe, UsageError
-from teachercache.store.store import Store, refuse_credentials
+from teachercache.store.store import Store
 from teachercache.testing import synthetic_spec
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.verify import verify
@@ -205,47 +203,6 @@ def test_replace_overwrites_whole_objects(any_url, tmp_path, large):
         store.replace("run/index.json", source if large else content)
         assert store.read("run/index.json") == content
     assert [o.path for o in store.list("run/")] == ["run/index.json"]
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://key:hidden@bucket/cache",
-        "s3://key:hid/den@bucket/cache",
-        "https://user:hidden@host/model",
-        "gs://bucket/x?access_token=hidden",
-        "https://host/x?X-Amz-Signature=hidden",
-    ],
-)
-def test_credentials_are_refused_in_every_url_and_never_repeated(url):
-    for refuse in (refuse_credentials, Store.open):
-        with pytest.raises(UsageError) as caught:
-            refuse(url)
-        assert "hid" not in str(caught.value)
-
-
-def test_credentials_in_a_configuration_are_not_repeated_by_its_validator():
-    class Run(BaseModel):
-        output: str
-
-        @field_validator("output")
-        @classmethod
-        def _plain(cls, value: str) -> str:
-            refuse_credentials(value)
-            return value
-
-    with pytest.raises(UsageError) as caught:
-        validate(Run, {"output": "s3://key:hidden@bucket/run"}, "train.yaml")
-    assert "hidden" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["/a/path?key=1", "s3://bucket/part-?.jsonl", "hf://datasets/org/name@main", "s3://arn:aws:s3:eu:1:accesspoint/x",
-     "http://localhost:9000/x", "s3://bucket/a@b:c"],
-)  # fmt: skip
-def test_a_url_without_credentials_is_not_refused(url):
-    refuse_credentials(url)
 
 
 def test_a_small_local_object_is_read_in_little_memory_and_a_pipe_is_none(tmp_path):

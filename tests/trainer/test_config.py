@@ -8,6 +8,7 @@ import pytest
 
 from teachercache import configfile
 from teachercache.errors import UsageError
+from trainer.cli import main
 from trainer.config import TrainerConfig, load_config
 
 MINIMAL = ["cache=s3://bucket/cache", "student=build/student"]
@@ -84,11 +85,17 @@ def test_every_key_is_documented() -> None:
     assert len({key.key for key in keys}) == len(keys)
 
 
+@pytest.mark.parametrize("url", ["s3://AKIAKEY:hushhush@bucket/x", "s3://bucket/run?sig=hushhush"])
 @pytest.mark.parametrize("key", ["cache", "student", "output", "teacher"])
-def test_credentials_in_a_url_are_refused_without_repeating_them(key: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_config(None, [*MINIMAL, f"{key}=s3://AKIAKEY:hushhush@bucket/x"])
-    assert "hushhush" not in str(caught.value)
+def test_credentials_in_a_url_end_a_run_before_anything_is_read(key: str, url: str, tmp_path, capsys) -> None:
+    (tmp_path / "train.yaml").write_text("cache: nowhere\nstudent: nowhere\n")
+    for command in ("fit", "eval"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, str(tmp_path / "train.yaml"), f"{key}={url}"])
+        said = "".join(capsys.readouterr())
+        assert ended.value.code == 2
+        assert f"{key}: a URL names a place and holds no credentials" in said
+        assert "hushhush" not in said
 
 
 def test_the_length_curriculum_is_a_staircase() -> None:
