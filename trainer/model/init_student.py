@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from teachercache.console import local_path
 from teachercache.errors import UsageError
 from trainer import hub
-from trainer.model.student import check_folder, decoder, layer_stack, tokenizer_files, write_files
+from trainer.model import Model, cut_config
+from trainer.model.student import check_folder, decoder, layer_stack, load_whole, tokenizer_files, write_files
+
+SAME = 1e-5
+"""Largest difference of a float32 logit between a student in memory and the one that its folder gives."""
 
 
 def teacher_folder(name: str) -> Path:
@@ -48,31 +55,35 @@ def init_student(
 ) -> dict[str, Any]:
     """Cut a student from its teacher, save it at `out`, and return what was made, for printing.
 
-    Embeddings, head, norms and tokenizer are copied. Reads the whole teacher into memory.
-    Raises UsageError when `out` is not empty or the teacher is not a Llama-like model that can be cut.
+    Embeddings, head, norms and tokenizer are copied. Reads the whole teacher into memory, and the student a second time:
+    its logits must be those of the cut model. `out` appears whole or not at all.
+    Raises UsageError when `out` is not empty, when the teacher's files are not whole, and for a configuration that cannot
+    say what the kept layers are, by the key's name and before a weight is read.
     """
     check_folder(teacher)
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty: choose another --out, or remove it")
     config = AutoConfig.from_pretrained(teacher, trust_remote_code=trust_remote_code)
     kept = choose_layers(layers, config.get_text_config().num_hidden_layers)
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto", trust_remote_code=trust_remote_code)
+    cut_config.check_same(config, kept, trust_remote_code=trust_remote_code)
+    model = load_whole(teacher, dtype="auto", trust_remote_code=trust_remote_code)
     name, stack = layer_stack(model)
     cut: Any = torch.nn.ModuleList(stack[index] for index in kept)
     setattr(decoder(model), name, cut)
+    cut_config.map_layers(model.config, kept)
+    cut_config.renumber(cut, kept)
     text = model.config.get_text_config()
-    text.num_hidden_layers = len(kept)
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[index] for index in kept]
-    for new_index, layer in enumerate(cut):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = new_index
     if mlp is not None:
         _cut_mlps(cut, text, mlp)
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
-    write_files(tokenizer_files(teacher), out)
+    with _whole_or_nothing(out) as folder:
+        model.save_pretrained(folder)
+        write_files(tokenizer_files(teacher), folder)
+        found = load_whole(folder, dtype="auto", trust_remote_code=trust_remote_code)
+        if (gap := _largest_gap(model, found)) > SAME:
+            raise UsageError(
+                f"the student that was written for {out} has other logits than the cut teacher, by {gap:.1e}: its configuration "
+                f"does not say all that transformers needs of {type(model).__name__}. Nothing was kept; this model cannot be cut"
+            )
     return {
         "student": str(out),
         "teacher": str(teacher),
@@ -80,6 +91,40 @@ def init_student(
         "intermediate_size": getattr(text, "intermediate_size", None),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
+
+
+@contextmanager
+def _whole_or_nothing(out: Path) -> Iterator[Path]:
+    """Give a new folder next to `out`; without an error it becomes `out`, else nothing of it stays."""
+    made = not out.parent.exists()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temp:
+            folder = Path(temp) / out.name
+            folder.mkdir()
+            yield folder
+            folder.replace(out)  # an empty folder may be there
+    except BaseException:
+        if made and not any(out.parent.iterdir()):
+            out.parent.rmdir()
+        raise
+
+
+@torch.no_grad()
+def _largest_gap(ours: Model, theirs: Model) -> float:
+    """Return the largest difference of logits on 64 tokens: in the models' dtype, or in float32 where that differs."""
+    vocab = ours.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocab, (1, 64), generator=torch.Generator().manual_seed(0))
+
+    def gap() -> float:
+        a, b = (model.eval()(input_ids=ids, use_cache=False).logits.float() for model in (ours, theirs))
+        return float((a - b).abs().nan_to_num(torch.inf).max())
+
+    found = gap()
+    if found > SAME and ours.dtype != torch.float32:
+        ours.float(), theirs.float()
+        found = gap()
+    return found
 
 
 @torch.no_grad()

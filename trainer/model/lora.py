@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 from teachercache.errors import UsageError
+from teachercache.fingerprint import check_model_files
 from trainer.config import LoraConfig
 from trainer.model import Model, student
 
@@ -21,6 +22,7 @@ def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
         raise UsageError("lora needs the package peft (pip install peft)") from error
     model.requires_grad_(False)
     if saved is not None:
+        check_model_files(saved)
         wrapped = peft.PeftModel.from_pretrained(model, str(saved), is_trainable=True)
     else:
         names = config.target_modules

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from teachercache import Cache, fingerprint_tokenizer
 from teachercache.errors import TeacherCacheError, UsageError
-from teachercache.fingerprint import TOKENIZER_FILES
+from teachercache.fingerprint import check_model_files, tokenizer_names
 from trainer.model import Model, attention
+
+GENERATION = "generation_config.json"
+LAYERS = ("layers", "h")
+"""Names of the list of layers; the second is GPT-2's."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +52,7 @@ class Head:
 
 def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Model:
     """Load a causal LM with attention that keeps documents apart. Raises UsageError for none, or one with dropout."""
-    check_folder(folder)
-    try:
-        model: Model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention.NAME
-        )
-    except pickle.UnpicklingError as error:  # its message recommends to run what the file holds: not repeated
-        raise TeacherCacheError(
-            f"cannot load the model in {folder}: a .bin file holds more than tensors; nothing of it was run: use a folder with "
-            "safetensors"
-        ) from error
-    except (OSError, ValueError, EOFError, SafetensorError) as error:
-        raise UsageError(f"cannot load the model in {folder}: {' '.join(str(error).split())}") from error
+    model = load_whole(folder, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention.NAME)
     for name, module in decoder(model).named_modules():
         rates = {"p": module.p} if isinstance(module, torch.nn.Dropout) else vars(module)
         for key, value in rates.items():
@@ -70,10 +64,52 @@ def load_student(folder: Path, *, dtype: torch.dtype, device: torch.device, trus
     return model.to(device)
 
 
+def load_whole(folder: Path, **options: Any) -> Model:
+    """Load a causal LM of which every weight is in the folder, and which uses every weight that is.
+
+    A weight that is missing would be random, one that is left over was trained for something else. Tied weights count
+    once. Raises UsageError, which names the first few, and for files that are not whole.
+    """
+    check_folder(folder)
+    auto: Any = AutoModelForCausalLM
+    try:
+        model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
+    except pickle.UnpicklingError as error:  # its message recommends to run what the file holds: not repeated
+        raise TeacherCacheError(
+            f"cannot load the model in {folder}: a .bin file holds more than tensors; nothing of it was run: use a folder with "
+            "safetensors"
+        ) from error
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
+        raise UsageError(f"cannot load the model in {folder}: {' '.join(str(error).split())[:500]}") from error
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    behind = _behind_the_stack(model.config.get_text_config())
+    left_over = {key for key in info["unexpected_keys"] if not behind.search(key)} - tied
+    for what, keys in (("lacks", set(info["missing_keys"]) - tied), ("has, unused,", left_over)):
+        if keys:
+            named = ", ".join(sorted(keys)[:3]) + (", …" if len(keys) > 3 else "")
+            raise UsageError(
+                f"{folder} {what} {len(keys)} weights of {type(model).__name__}: {named}; its config.json describes "
+                "another model, or a file is missing. Download or make the folder again"
+            )
+    if (folder / GENERATION).is_file():  # it travels as it is: transformers refuses to write some that it reads
+        model.generation_config = GenerationConfig()
+    whole: Model = model
+    return whole
+
+
+def _behind_the_stack(text: Any) -> re.Pattern[str]:
+    """Return a pattern of weights for speculative decoding, which transformers does not load."""
+    count = text.num_hidden_layers
+    extra = max(int(getattr(text, key, 0) or 0) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
+    numbers = "|".join(str(count + i) for i in range(extra)) or "none"
+    return re.compile(rf"(^|\.)mtp[._]|\.layers\.({numbers})\.")
+
+
 def check_folder(folder: Path) -> None:
-    """Raise UsageError unless the folder holds a model's configuration."""
+    """Raise UsageError unless the folder holds a model's configuration, and whole files."""
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    check_model_files(folder)
 
 
 def base(model: Model) -> Model:
@@ -84,12 +120,14 @@ def base(model: Model) -> Model:
 def decoder(model: Model) -> Model:
     """Return the part of a causal LM that gives last hidden states: of one that also sees images, its text part."""
     inner = base(model).base_model
-    return getattr(inner, "language_model", inner)
+    inner = getattr(inner, "language_model", inner)
+    has_layers = any(hasattr(inner, name) for name in LAYERS)
+    return inner if has_layers else getattr(inner, "model", inner)  # Llama 4's text model names no base
 
 
 def layer_stack(model: Model) -> tuple[str, Any]:
     """Return the name and the list of the decoder's layers. Raises UsageError for a model that keeps them elsewhere."""
-    for name in ("layers", "h"):  # the second is GPT-2's
+    for name in LAYERS:
         found = getattr(decoder(model), name, None)
         if isinstance(found, torch.nn.ModuleList):
             return name, found
@@ -174,11 +212,18 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
     In memory, because a resumed run's folder is a checkpoint that is removed once newer ones are kept.
     """
-    names = (*TOKENIZER_FILES, "generation_config.json")
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    return {
+        name: (folder / name).read_bytes()
+        for name in (*tokenizer_names(folder), GENERATION)
+        if (folder / name).is_file()
+    }
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> None:
-    """Write files by name into a folder."""
+    """Write files by name into a folder, in which nothing else of a tokenizer remains."""
+    for name in tokenizer_names(folder):
+        if name not in files:
+            (folder / name).unlink()
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
