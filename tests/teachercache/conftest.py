@@ -8,6 +8,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 
+def safetensors(data: bytes) -> bytes:
+    """A file of one tensor of bytes."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
 @pytest.fixture
 def teacher(tmp_path):
     """A Hugging Face folder in miniature."""
@@ -23,5 +29,5 @@ def teacher(tmp_path):
     (folder / "config.json").write_text(
         json.dumps({"hidden_size": 64, "transformers_version": "5.0", "rope_theta": 1e4})
     )
-    (folder / "model.safetensors").write_bytes(bytes(range(256)))
+    (folder / "model.safetensors").write_bytes(safetensors(bytes(range(256))))
     return folder

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 import teachercache
 from teachercache import fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.errors import SpecMismatch, UsageError
+from teachercache.fingerprint import check_model_files
 from tests.teachercache.caches import spec_of
 
 
@@ -108,3 +109,56 @@ def test_a_folder_without_weights_or_tokenizer_is_a_clear_misuse(tmp_path):
     for function in (fingerprint_weights, fingerprint_config, fingerprint_tokenizer):
         with pytest.raises(UsageError, match="check the"):
             function(tmp_path)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+SHARD = "model-00002-of-00002.safetensors"
+
+
+def test_a_whole_folder_passes_in_each_of_its_forms(teacher):
+    check_model_files(teacher)
+    whole = (teacher / "model.safetensors").read_bytes()
+    (teacher / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": "pytorch_model-1.bin"}}))
+    check_model_files(teacher)  # the other format was left out of the download
+    (teacher / "model.safetensors").rename(teacher / SHARD)
+    (teacher / "model-00001-of-00002.safetensors").write_bytes(whole)
+    names = {"w": SHARD, "v": "model-00001-of-00002.safetensors"}
+    (teacher / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    check_model_files(teacher)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "adapter_model.safetensors"])
+def test_a_pointer_of_git_lfs_is_refused_by_name(teacher, name):
+    (teacher / name).write_text(POINTER)
+    for check in (check_model_files, fingerprint_weights):
+        with pytest.raises(UsageError, match=f"{name} is a pointer of Git LFS"):
+            check(teacher)
+    if name == "tokenizer.json":
+        with pytest.raises(UsageError, match="pointer of Git LFS"):
+            fingerprint_tokenizer(teacher)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 40, 200, -1])
+def test_weights_that_are_cut_short_are_refused_by_name(teacher, kept):
+    path = teacher / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(UsageError, match=r"model\.safetensors is (cut short|no safetensors)"):
+        fingerprint_weights(teacher)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", SHARD, "other-shard.safetensors"])
+def test_a_shard_that_is_missing_is_refused_by_name(teacher, name):
+    names = {"w": SHARD, "v": "model-00001-of-00002.safetensors", "x": name}
+    data = (teacher / "model.safetensors").read_bytes()
+    (teacher / "model.safetensors").unlink()
+    for shard in set(names.values()) - {name}:
+        (teacher / shard).write_bytes(data)
+    if "of" in name:
+        with pytest.raises(UsageError, match=f"lacks {name}"):  # without an index, too
+            check_model_files(teacher)
+    (teacher / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UsageError, match=f"lacks {name}, which model.safetensors.index.json names"):
+        fingerprint_weights(teacher)
+    (teacher / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../x.safetensors"}}))
+    with pytest.raises(UsageError, match="no plain file name"):
+        check_model_files(teacher)

@@ -119,8 +119,8 @@ def _moe_range(stored: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
 def check_same(config: Any, kept: Sequence[int], *, trust_remote_code: bool = False) -> Any:
     """Return the student's configuration, once its layers are those of the teacher's that are kept.
 
-    Both models are built on the meta device, without weights. Compared are names and shapes of all parameters and
-    buffers, and the plain attributes of every module (`use_rope`, `sliding_window`, `is_moe_layer`).
+    Both models are built on the meta device, without weights. Compared are names and shapes of all parameters, and
+    the plain attributes of every module (`use_rope`, `sliding_window`, `is_moe_layer`).
     Raises UsageError that names what differs and the keys that choose by place.
     """
     theirs = _on_meta(config, trust_remote_code)
@@ -175,10 +175,9 @@ def _on_meta(config: Any, trust_remote_code: bool) -> Model:
 
 
 def _tensors(model: Model, *, skip: Any) -> dict[str, Any]:
-    """Return the shape of each parameter and buffer of a model, those of the layers to skip left out."""
-    inside = {id(tensor) for tensor in (*skip.parameters(), *skip.buffers())}
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: tuple(tensor.shape) for name, tensor in named if id(tensor) not in inside}
+    """Return the shape of each parameter of a model, those of the layers to skip left out."""
+    inside = {id(parameter) for parameter in skip.parameters()}
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in inside}
 
 
 def _features(layer: Any) -> dict[tuple[str, str], Any]:

@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gemma3n_text": ("gemma3n_text", SLIDING | {"num_kv_shared_layers": 2}, "every-2", "num_kv_shared_layers"),
     "diffllama": ("diffllama", {}, "every-2", "lambda_init"),
     "gpt2, scaled by place": ("gpt2", {"n_layer": 8, "scale_attn_by_inverse_layer_idx": True}, "every-2", "scale_attn_by"),
-    "ernie4_5_moe, no range": ("ernie4_5_moe", ERNIE | {"moe_layer_start_index": 0, "moe_layer_interval": 3}, "2,3,5", "moe_layer_interval"),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE | {"moe_layer_start_index": 0, "moe_layer_interval": 3}, "2,3,5", "moe_layer"),
 }  # fmt: skip
 
 
