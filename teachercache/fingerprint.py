@@ -143,6 +143,7 @@ def fingerprint_tokenizer(folder: Path | str) -> TokenizerSpec:
     folder, path = (path.parent, path) if path.is_file() else (path, path / "tokenizer.json")
     if not path.is_file():
         raise UsageError(f"{folder} holds no tokenizer.json, which a fast tokenizer needs; check the path.")
+    _refuse_pointer(path)
     try:
         table = json.loads(path.read_bytes())
         tokenizer = Tokenizer.from_file(str(path))

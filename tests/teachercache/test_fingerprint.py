@@ -157,7 +157,7 @@ def test_a_shard_that_is_missing_is_refused_by_name(teacher, name):
         with pytest.raises(UsageError, match=f"lacks {name}"):  # without an index, too
             check_model_files(teacher)
     (teacher / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(UsageError, match=f"lacks {name}, which model.safetensors.index.json names"):
+    with pytest.raises(UsageError, match=f"lacks {name}"):
         fingerprint_weights(teacher)
     (teacher / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../x.safetensors"}}))
     with pytest.raises(UsageError, match="no plain file name"):
