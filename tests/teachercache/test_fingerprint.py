@@ -159,6 +159,10 @@ def test_a_shard_that_is_missing_is_refused_by_name(teacher, name):
     (teacher / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(UsageError, match=f"lacks {name}"):
         fingerprint_weights(teacher)
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(teacher):
+    (teacher / "model.safetensors").unlink()
     (teacher / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../x.safetensors"}}))
     with pytest.raises(UsageError, match="no plain file name"):
         check_model_files(teacher)
