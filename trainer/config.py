@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from teachercache import configfile
 from teachercache.configfile import Section
 from teachercache.format.spec import Rows, SampledRows, TopKRows
-from teachercache.urls import check_url, refuse_credentials
+from teachercache.urls import check_url
 from trainer.losses.options import LossOptions, Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
@@ -270,12 +270,6 @@ class MlflowConfig(Section):
 
     tracking_uri: str | None = Field(None, description="A server or a folder; default: MLFLOW_TRACKING_URI.")
     experiment: str | None = Field(None, description="Its experiment, made where it is missing; default: `Default`.")
-
-    @field_validator("tracking_uri")
-    @classmethod
-    def _no_credentials(cls, url: str | None) -> str | None:
-        refuse_credentials(url or "")
-        return url
 
 
 class LogConfig(Section):
