@@ -218,7 +218,7 @@ def explain(
             code = error.strerror or code
         return StoreUnavailable(f"{url}{where} does not answer ({code}); check the endpoint, or try again later.")
     if isinstance(error, OSError):
-        return StoreUnavailable(f"{name}: {error.strerror or code}.")
+        return StoreUnavailable(f"{name}{where}: {code if _answer(error) else error.strerror or code}.")
     if type(error).__module__.startswith("botocore.") or str(error).startswith("Invalid endpoint"):
         # Raised before any request: a profile, region, bucket's name or endpoint.
         said = hide_credentials(" ".join(word for word in str(error).split() if "@" not in word))[:200]

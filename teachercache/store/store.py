@@ -52,7 +52,7 @@ S3_CONFIG = {
     "connect_timeout": 3, "read_timeout": 60, "retries": {"total_max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 32,
 }  # fmt: skip
-_EMPTY_CODES = {"InvalidRange", "416"}  # a range of an object without a byte
+_RANGE_CODES = {"InvalidRange", "416", "InvalidArgument", "400"}  # of a range that ends, or begins, beyond the object
 _TOO_LONG = "{path} is {size} bytes long, above the limit of {limit}; it is not what it claims to be."
 _LOCAL_TEMP = ".tmp-"
 
@@ -185,7 +185,10 @@ class Store:
         self._retry(path, lambda: self._put(path, data, new=False))
 
     def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """Return the whole object in one request; UnsafeManifest above `max_bytes`, of which no more is read."""
+        """Return the whole object; UnsafeManifest above `max_bytes`, of which no more is read.
+
+        One request; three for a store that refuses a range beyond the object's end, and two for an empty object.
+        """
         most = max_bytes
         if self.is_local and (most := self.head(path).size) > max_bytes:  # a local read allocates what it is asked for
             raise UnsafeManifest(_TOO_LONG.format(path=path, size=f"{most:,}", limit=f"{max_bytes:,}"))
@@ -327,13 +330,18 @@ class Store:
         return found
 
     def _first_bytes(self, path: str, count: int) -> bytes:
-        """Return at most `count` bytes by one range request; s3fs asks for the size first where the whole is wanted."""
+        """Return at most `count` bytes by one range request; s3fs asks for the size first where the whole is wanted.
+
+        A store that refuses the range is asked for the size: no object is ever taken for an empty one.
+        """
+        full = self._full(path)
         try:
-            return bytes(self.fs.cat_file(self._full(path), start=0, end=count))
+            return bytes(self.fs.cat_file(full, start=0, end=count))
         except Exception as error:
-            if error_code(error) in _EMPTY_CODES:
-                return b""
-            raise
+            if error_code(error) not in _RANGE_CODES:
+                raise
+            stop = min(int(self.fs.info(full)["size"]), count)
+            return _whole(self.fs.cat_file(full, start=0, end=stop), stop) if stop else b""
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}"

@@ -72,6 +72,7 @@ def test_an_explanation_never_repeats_what_the_server_said(monkeypatch):
         said = explain(error, "s3://bucket/cache", "spec.json")
         assert isinstance(said, TeacherCacheError)
         assert "hidden" not in str(said)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9000")
     assert "http://localhost:9000" in str(explain(botocore_error("SlowDown"), "s3://bucket/cache"))
 
 

@@ -170,15 +170,50 @@ def test_a_missing_object_and_a_missing_bucket_name_the_endpoint(vendor):
 def test_a_small_object_is_one_request_and_bounded(vendor):
     proxy, url = vendor
     store = Store.open(url)
-    for name, content in (("x", b"0123456789"), ("empty", b"")):
+    for name, content, requests in (("x", b"0123456789", 1), ("empty", b"", 2)):
         store.create(name, content)
-        assert proxy.count(lambda name=name: store.read(name)) == 1
+        assert proxy.count(lambda name=name: store.read(name)) == requests
         assert store.read(name) == content
     assert store.read("x", max_bytes=10) == b"0123456789"
     with pytest.raises(UnsafeManifest, match="above the limit of 9"):
         store.read("x", max_bytes=9)
     with pytest.raises(MissingObject):
         store.read("y")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Answer(400, xml("InvalidArgument", "hushhush")), Answer(416, xml("InvalidRange")), Answer(416, HTML), Answer(400)],
+)
+def test_a_store_that_refuses_a_range_beyond_the_end_is_asked_for_the_size(vendor, answer):
+    proxy, url = vendor
+    store, content = Store.open(url), b"0123456789"
+    store.create("x", content)
+    store.create("empty", b"")
+
+    def beyond(size):
+        def refuse(method, target, headers):
+            return answer if "range" in headers and int(headers["range"].split("-")[1]) >= size else None
+
+        return refuse
+
+    proxy.refuse = beyond(len(content))
+    assert proxy.count(lambda: store.read("x")) == 3
+    assert store.read("x") == content
+    assert store.read("x", max_bytes=10) == content
+    assert store.read("empty") == b""
+    with pytest.raises(UnsafeManifest, match="above the limit of 9"):
+        store.read("x", max_bytes=9)
+    with pytest.raises(MissingObject):
+        store.read("y")
+    proxy.refuse = lambda method, target, headers: answer if method == "GET" else None
+    with pytest.raises(TeacherCacheError) as caught:
+        store.read("x")
+    assert "hushhush" not in str(caught.value)
+    assert proxy.endpoint in str(caught.value)
+    proxy.refuse = beyond(100_000)
+    assert run_a_job(url) == 1
+    assert teachercache.open(url).manifest.documents == 2
 
 
 @pytest.mark.parametrize("dead", ["refused", "no-such-host", "reset"])
