@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from teachercache.errors import UsageError
-from teachercache.format.layout import check_name
+from teachercache.format.layout import NAMED_TEMPLATES, check_name, check_tokenizer_name
 from teachercache.format.spec import TokenizerSpec, json_digest
 from teachercache.store.store import sha256_file
 
@@ -30,7 +31,7 @@ TOKENIZER_FILES = (
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
-NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja, next to the default template
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token, which decide where it is found
 # Texts on which tokenizers with equal tables still part: blanks, digits, case, accents, scripts, emoji, controls.
 PROBES = (
     "Hello world", " leading and  double  blanks ", "12345678 3.14159", "déjà vu cafe\u0301", "naïve ＡＢＣ ﬁ",
@@ -136,8 +137,9 @@ def fingerprint_config(folder: Path | str) -> str:
 def fingerprint_tokenizer(folder: Path | str) -> TokenizerSpec:
     """Return the TokenizerSpec of a folder with tokenizer.json (or of that file).
 
-    The digest covers tokenizer.json in canonical form, padding and truncation left out, and the ids of a dozen probe
-    texts, so that two files that say the same in another order have one digest.
+    The digest is about the ids that a text gets: of `_canonical` and of the ids of a dozen probe texts. It stays the
+    same however the tokenizer was saved. A second per 250,000 tokens. Raises UsageError for files that cannot be read and
+    where transformers would add tokens that tokenizer.json lacks, so that its ids would be others.
     """
     path = Path(folder)
     folder, path = (path.parent, path) if path.is_file() else (path, path / "tokenizer.json")
@@ -145,25 +147,23 @@ def fingerprint_tokenizer(folder: Path | str) -> TokenizerSpec:
         raise UsageError(f"{folder} holds no tokenizer.json, which a fast tokenizer needs; check the path.")
     _refuse_pointer(path)
     try:
-        table = json.loads(path.read_bytes())
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception
         raise UsageError(f"{path} is not a tokenizer that the `tokenizers` library reads: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    canonical = {key: value for key, value in table.items() if key not in ("padding", "truncation")}
+    table = json.loads(tokenizer.to_str())  # one form of the merges and every default, whatever the file has
     probes = [tokenizer.encode(text).ids for text in PROBES]
-
     config = _read_json(folder, "tokenizer_config.json", missing_ok=True)
     special_map = _read_json(folder, "special_tokens_map.json", missing_ok=True)
+    _check_added(folder, path, table, config, special_map)
 
     def token_id(name: str) -> int | None:
-        token = config.get(name, special_map.get(name))
-        content = token.get("content") if isinstance(token, dict) else token
+        content = _content(config.get(name, special_map.get(name)))
         return None if content is None else tokenizer.token_to_id(content)
 
     return TokenizerSpec(
-        digest=json_digest([canonical, probes]),
+        digest=json_digest([_canonical(table), probes]),
         vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         bos_id=token_id("bos_token"),
         eos_id=token_id("eos_token"),
@@ -173,13 +173,124 @@ def fingerprint_tokenizer(folder: Path | str) -> TokenizerSpec:
     )
 
 
+def _canonical(table: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a tokenizer's table decides ids, defaults left out, each chain of steps as one flat list.
+
+    Left out: padding and truncation, the decoder, and the post-processor, whose ids are in those of the probe texts.
+    """
+    model = table["model"]
+    return {
+        "model": {key: value if key in ("vocab", "merges") else _plain(value) for key, value in _stated(model).items()},
+        "added_tokens": sorted((_plain(token) for token in table["added_tokens"]), key=lambda token: token["id"]),
+        "normalizer": _steps(table["normalizer"]),
+        "pre_tokenizer": _steps(table["pre_tokenizer"]),
+    }
+
+
+def _stated(value: dict[str, Any]) -> dict[str, Any]:
+    """Leave out null, false, empty and 0.0, the ways to write that nothing is set, and what moves offsets alone."""
+    return {
+        key: item
+        for key, item in value.items()
+        if key != "trim_offsets" and (item or (isinstance(item, int) and not isinstance(item, bool)))
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in _stated(value).items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _steps(step: dict[str, Any] | None) -> list[Any]:
+    """Return a normaliser or pre-tokeniser as the list of its steps."""
+    if step is None:
+        return []
+    if step["type"] != "Sequence":
+        return [_plain(step)]
+    return [inner for key in ("normalizers", "pretokenizers") for part in step.get(key, ()) for inner in _steps(part)]
+
+
+def _content(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _check_added(
+    folder: Path, path: Path, table: dict[str, Any], config: dict[str, Any], special_map: dict[str, Any]
+) -> None:
+    """Raise UsageError, by its name, for a token that transformers would add to tokenizer.json or find elsewhere.
+
+    It takes added_tokens_decoder of tokenizer_config.json or, where there is none, special_tokens_map.json and
+    added_tokens.json; in either case the tokens that the configuration names (bos_token, extra_special_tokens, …).
+    """
+    known = {token["content"]: token for token in table["added_tokens"]}
+    stated = config.get("added_tokens_decoder")
+    sources = [("tokenizer_config.json", content) for content in _named_tokens(config)]
+    if stated is None:
+        sources += [("special_tokens_map.json", content) for content in _named_tokens(special_map)]
+        sources += [("added_tokens.json", key) for key in _read_json(folder, "added_tokens.json", missing_ok=True)]
+    listed = stated.values() if isinstance(stated, dict) else ()
+    decoder = [token for token in listed if isinstance(token, dict) and _content(token)]
+    sources += [("tokenizer_config.json", token["content"]) for token in decoder]
+    for name, content in sources:
+        if content not in known:
+            raise UsageError(
+                f"{folder / name} adds the token {content!r}, which the added tokens of {path.name} lack: transformers would "
+                f"read it as one token, others would not. Save the tokenizer again by transformers' save_pretrained, or take "
+                f"the token out of {name}."
+            )
+    for token in decoder:
+        ours = known[token["content"]]
+        given = {"normalized": not token.get("special", False)} | token
+        for flag in _FLAGS if table["normalizer"] else _FLAGS[:-1]:
+            if given.get(flag, False) != ours[flag]:
+                raise UsageError(
+                    f"{folder} has the token {token['content']!r} twice: {flag} is {ours[flag]} in {path.name}, "
+                    f"{given.get(flag, False)} in tokenizer_config.json, which transformers takes; make them alike."
+                )
+
+
+def _named_tokens(config: dict[str, Any]) -> Iterator[str]:
+    """Yield the tokens that a configuration names, as transformers adds them."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    specific = config.get("model_specific_special_tokens")
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    for group in (extra, specific, named):
+        tokens = group.values() if isinstance(group, dict) else group if isinstance(group, list) else ()
+        yield from filter(None, map(_content, tokens))
+
+
 def _chat_template_digest(folder: Path, config: dict[str, Any]) -> str | None:
-    template: Any = config.get("chat_template")
-    if (folder / "chat_template.jinja").is_file():  # newer transformers write a file, and prefer it
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    elif (folder / "chat_template.json").is_file():
-        template = _read_json(folder, "chat_template.json").get("chat_template")
-    return None if template is None else json_digest(template)
+    """Return the digest of the template, or of {name: template} where there are others than the default; None without.
+
+    As transformers: templates in files go before those of tokenizer_config.json; chat_template.json comes last.
+    """
+    found: Any = {
+        path.stem: _read_text(path)
+        for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+        if check_tokenizer_name(f"{NAMED_TEMPLATES}/{path.name}", str(folder))
+    }
+    if (folder / "chat_template.jinja").is_file():
+        found["default"] = _read_text(folder / "chat_template.jinja")
+    elsewhere = (config, _read_json(folder, "chat_template.json", missing_ok=True))
+    found = found or next((c["chat_template"] for c in elsewhere if c.get("chat_template") is not None), None)
+    if isinstance(found, list):
+        try:
+            found = {entry["name"]: entry["template"] for entry in found}
+        except (TypeError, KeyError) as error:
+            raise UsageError(f"{folder}: chat_template is no list of names and templates.") from error
+    if isinstance(found, dict) and set(found) == {"default"}:
+        found = found["default"]
+    return None if found is None else json_digest(found)
+
+
+def _read_text(path: Path) -> str:
+    _refuse_pointer(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise UsageError(f"{path} is not UTF-8: {error}") from error
 
 
 def _read_json(folder: Path, name: str, *, missing_ok: bool = False) -> dict[str, Any]:

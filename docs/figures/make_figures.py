@@ -617,7 +617,7 @@ def report_page() -> Figure:
         figure.text(44 + 90 * index, 77, value, bold=True)
         figure.text(44 + 90 * index, 94, label, size=10, fill="muted")
     for y, h, title, lines in (
-        (110, 62, "The teacher", ("weights_digest  c7f4fe1da943…", "tokenizer       5ea0ac541b5a…")),
+        (110, 62, "The teacher", ("weights_digest  c7f4fe1da943…", "tokenizer       5db420805ad7…")),
         (
             180,
             62,

@@ -20,6 +20,7 @@ DATA = "data/"
 QUARANTINE = "quarantine/"
 LEASES = "leases/"
 TOKENIZER = "tokenizer/"
+NAMED_TEMPLATES = "additional_chat_templates"  # of a tokenizer: NAME.jinja, next to the default template
 INDEX = "index.json"  # of the tokenizer's files
 PROBES = "probes/"  # scratch of the start-up probe and of reading the server's clock; `gc` removes leftovers
 
@@ -36,7 +37,7 @@ _QUARANTINE_PATH = re.compile(rf"quarantine/({SHARD_ID.pattern})/({ATTEMPT.patte
 _PART_PATH = re.compile(rf"manifests/parts/({_DIGEST.pattern})\.json")
 _KEYS_PATH = re.compile(rf"manifests/keys/({ATTEMPT.pattern})\.parquet")
 _LEASE_PATH = re.compile(rf"leases/({ATTEMPT.pattern})/[0-9]{{8}}\.json")
-_TOKENIZER_PATH = re.compile(rf"tokenizer/({_DIGEST.pattern})/{FILE_NAME.pattern}")
+_TOKENIZER_PATH = re.compile(rf"tokenizer/({_DIGEST.pattern})/(?:{NAMED_TEMPLATES}/)?{FILE_NAME.pattern}")
 _MANIFEST_PATH = re.compile(r"manifests/([0-9]{8})\.json")
 
 
@@ -83,6 +84,13 @@ def check_name(name: str, what: str) -> str:
             f"{what} names {shown if len(shown) <= 120 else shown[:117] + '...'}, which is no plain file name "
             f"({FILE_NAME.pattern}); nothing was written or removed: it is damaged or not to be trusted."
         )
+    return name
+
+
+def check_tokenizer_name(name: str, what: str) -> str:
+    """Return the name of a tokenizer's file: a plain one, or one in the folder of named templates; else as check_name."""
+    inner = name.removeprefix(f"{NAMED_TEMPLATES}/") if isinstance(name, str) else name
+    check_name("" if inner == NAMED_TEMPLATES else inner, what)
     return name
 
 
@@ -177,4 +185,4 @@ def quarantine_path(shard_id: str, attempt: str) -> str:
 
 def tokenizer_path(digest: str, name: str) -> str:
     """Return the name of one of the tokenizer's files; UnsafeManifest for one that leaves their folder."""
-    return f"{TOKENIZER}{digest}/{check_name(name, 'a tokenizer')}"
+    return f"{TOKENIZER}{digest}/{check_tokenizer_name(name, 'a tokenizer')}"

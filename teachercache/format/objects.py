@@ -272,7 +272,7 @@ class TokenizerIndexEntry(Strict):
     @field_validator("name")
     @classmethod
     def _plain(cls, value: str) -> str:
-        return layout.check_name(value, "the tokenizer index")
+        return layout.check_tokenizer_name(value, "the tokenizer index")
 
 
 class TokenizerIndex(Strict):

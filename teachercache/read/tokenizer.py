@@ -55,6 +55,7 @@ def download_tokenizer(store: Store, spec: TokenizerSpec) -> Path:
         fresh = Path(temp) / "files"
         fresh.mkdir()
         for entry in index.files:
+            (fresh / entry.name).parent.mkdir(exist_ok=True)
             (fresh / entry.name).write_bytes(_read_file(store, spec, entry))
         try:
             fresh.rename(folder)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from teachercache.errors import Exists, SpecMismatch
-from teachercache.fingerprint import TOKENIZER_FILES, fingerprint_tokenizer
+from teachercache.fingerprint import fingerprint_tokenizer, tokenizer_names
 from teachercache.format import layout
 from teachercache.format.objects import MAX_TOKENIZER_BYTES, TokenizerIndex, TokenizerIndexEntry
 from teachercache.format.sealed import seal
@@ -24,9 +24,7 @@ def upload_tokenizer(store: Store, spec: TokenizerSpec, folder: Path) -> None:
     if store.exists(layout.tokenizer_path(spec.digest, layout.INDEX)):
         return
     entries = []
-    for name in TOKENIZER_FILES:
-        if not (folder / name).is_file():
-            continue
+    for name in tokenizer_names(folder):
         path, data = layout.tokenizer_path(spec.digest, name), (folder / name).read_bytes()
         try:
             store.create(path, data)

@@ -20,6 +20,7 @@ from tests.pipeline.conftest import (
     command,
     documents,
     environment,
+    make_tokenizer,
     pipeline,
     poison_id,
     verify,
@@ -44,6 +45,31 @@ def test_wrong_teacher_path(job_file, tmp_path):
     line = one_line(pipeline("run", job, "teacher.model=/no/such/folder"))
     assert "/no/such/folder" in line
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
+def test_a_teacher_whose_weights_are_a_pointer_leaves_nothing_and_the_same_command_then_works(job_file, tmp_path):
+    """A real `hf` teacher: a tiny random Llama, which needs torch and transformers."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = make_tokenizer(tmp_path / "teacher")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    size = teachercache.fingerprint_tokenizer(folder).vocab_size
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=size, max_position_embeddings=512, **sizes)
+    ).save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize {len(whole)}\n")
+    teacher = {"model": str(folder), "engine": "hf", "dtype": "float32"}
+    job = job_file(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", documents(3))], teacher=teacher)
+    line = one_line(pipeline("run", job))
+    assert f"{weights} is a pointer of Git LFS" in line
+    assert not (tmp_path / "cache").exists()
+    weights.write_bytes(whole)
+    result = pipeline("run", job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check_complete(tmp_path / "cache", {f"doc{i}" for i in range(3)})
 
 
 @pytest.mark.slow

@@ -30,6 +30,16 @@ def test_a_name_that_leaves_its_folder_is_refused_in_one_printable_line(name):
         unseal(TokenizerIndex, sealed(body), "index.json")
 
 
+@pytest.mark.parametrize("name", ["", "/../x", "/a/b", "/additional_chat_templates", "/.x", "//x"])
+def test_a_tokenizer_has_one_folder_of_plain_names(name):
+    folder = "additional_chat_templates"
+    path = layout.tokenizer_path("0" * 64, f"{folder}/tool_use.jinja")
+    assert path == f"tokenizer/{'0' * 64}/{folder}/tool_use.jinja"
+    assert not layout.is_strange(path)
+    with pytest.raises(UnsafeManifest):
+        layout.tokenizer_path("0" * 64, f"{folder}{name}")
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "step-00000001", "final", "a", "A.b_c-d", "x" * 200, "1.bin"])
 def test_plain_names_are_taken(name):
     assert layout.check_name(name, "checkpoints.json") == name

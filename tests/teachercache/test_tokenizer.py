@@ -43,7 +43,9 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_fail(teacher, tmp_path, m
     monkeypatch.setenv("HOME", home)
     monkeypatch.chdir(tmp_path)
     spec = spec_of(teacher)
-    teachercache.create(tmp_path / "cache", spec, tokenizer_files=teacher).publish()
+    writer = teachercache.create(tmp_path / "cache", spec, tokenizer_files=teacher)
+    writer.commit("s", synthetic_records(spec, 2))
+    writer.publish()
     folder = teachercache.open(tmp_path / "cache").tokenizer_path()
     assert fingerprint_tokenizer(folder) == spec.tokenizer
     assert teachercache.open(tmp_path / "cache").tokenizer_path() == folder
