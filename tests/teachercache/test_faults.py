@@ -322,7 +322,8 @@ def test_two_workers_of_one_shard_in_every_order_with_every_crash():
         world.check()
         world.finish("s0")
 
-    assert interleave(two, preemptions=9, crashes=2, check=check) > 350
+    # Without a bound on preemptions: 382 are all that there are, since each of the two does so few I/Os.
+    assert interleave(two, preemptions=99, crashes=2, check=check) > 350
 
 
 def test_a_publisher_races_a_worker():
@@ -379,7 +380,7 @@ def test_a_zombie_that_sleeps_past_the_collector_harms_no_one():
         world.check()
         world.finish("s0", "s1")
 
-    assert interleave(make, preemptions=2, check=check) > 50
+    assert interleave(make, preemptions=3, check=check) > 80
 
 
 def test_a_collector_races_a_publisher_after_an_optimise():
