@@ -143,6 +143,20 @@ def teacher() -> str:
     what = f"the driver, simulated: {simulation['shards']:,} shards, {simulation['actors']:,} actors"
     where = (f"{simulation['cpus']}-core CPU", simulation["date"])
     lines.add(what, figure, where, "python benchmarks/pipeline_simulation.py")
+    if large := simulation.get("large_cache"):
+        what = f"`open` and `status` of {large['shards']:,} shards, {large['files']:,} files on a disk"
+        taken = [(name, large[name]) for name in ("open", "status")]
+        figure = "; ".join(
+            f"`{name}` {found['seconds']:,.0f} s ({found['cpu_s']:,.0f} s of CPU), {found['peak_rss_gib']:.1f} GiB"
+            for name, found in taken
+        )
+        lines.add(what, figure, where, "python benchmarks/pipeline_simulation.py")
+    counted = load("requests.json")
+    requests = counted["requests"]
+    figure = ", ".join(f"`{name}` {count:,}" for name, count in requests.items() if name in counted["budgets"])
+    what = f"requests to a store, {requests['shards']:,} shards, counted by a proxy"
+    where = (f"{counted['store']}, {counted['cpus']}-core CPU", counted["date"])
+    lines.add(what, figure, where, "python benchmarks/requests_scale.py")
     return lines.markdown()
 
 

@@ -13,6 +13,7 @@ from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
+from teachercache.upkeep.verify import verify
 from teachercache.write.writer import CacheWriter
 from tests.pipeline.faulty_s3 import FaultyProxy
 from tests.servers import Server
@@ -24,6 +25,13 @@ def upload(folder: Path, server: Server, bucket: str) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             client.put_object(Bucket=bucket, Key=f"cache/{path.relative_to(folder)}", Body=path.read_bytes())
+
+
+def check(url: str, sample: int) -> None:
+    """Verify a sample, which must be sound."""
+    store = Store.open(url)
+    found = verify(store, Ledger.open(url).spec(), sample=sample)
+    assert (found.problems, found.files_read) == ([], sample)
 
 
 def measured(
@@ -48,6 +56,7 @@ def measured(
         counts["status"] = proxy.count(lambda: read_status(url))
         counts["run, complete"] = proxy.count(lambda: run_job(load(url, files), say=lambda text: None))
         counts["gc, dry"] = proxy.count(lambda: collect(Store.open(url), Ledger.open(url).spec()))
+        counts["verify, a sample of 10"] = proxy.count(lambda: check(url, sample=10))
         files.append(corpus(shards, 10))
         counts["run, 10 shards more"] = proxy.count(lambda: run_job(load(url, files), say=lambda text: None))
         added = teachercache.open(url).manifest

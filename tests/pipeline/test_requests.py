@@ -30,6 +30,7 @@ def test_requests_grow_with_what_is_new_alone(job_file, tmp_path, s3_server, mon
     assert counts["shards"] >= 90
     budgets = {
         "open": 8, "status": 15, "run, complete": 60, "gc, dry": 30, "run, 10 shards more": 250,
+        "verify, a sample of 10": 100,
         "status, nothing published": 15 + counts["commits"],
     }  # fmt: skip
     assert {name: count for name, count in counts.items() if count > budgets.get(name, count)} == {}
