@@ -141,7 +141,8 @@ def teacher() -> str:
         f"a half-done job resumes in {simulation['resume_half_done_s']:.1f} s"
     )
     what = f"the driver, simulated: {simulation['shards']:,} shards, {simulation['actors']:,} actors"
-    where = (f"{simulation['cpus']}-core CPU", simulation["date"])
+    load_note = f"; {simulation['load']}" if "load" in simulation else ""
+    where = (f"{simulation['cpus']}-core CPU{load_note}", simulation["date"])
     lines.add(what, figure, where, "python benchmarks/pipeline_simulation.py")
     if large := simulation.get("large_cache"):
         what = f"`open` and `status` of {large['shards']:,} shards, {large['files']:,} files on a disk"
