@@ -82,7 +82,8 @@ def parity_rows() -> str:
     results = {result["run"]: result for result in report["results"]}
     sizes, rows = report["bytes_per_row"], []
     for name, result in results.items():
-        live = results.get("online/x4" if name.endswith("/x4") else "online")
+        order = name.rsplit("/", 1)[-1]
+        live = results.get(f"online/{order}" if order in ("x4", "seed1") else "online")
         kl, kind, *rest = result["heldout_kl_full_vocabulary"], *name.split("/")
         entries = next((part[1:] for part in rest if part.startswith("K")), str(report["top_k"]))
         label = f"{kind}-{rest[0]}" if kind in ("sampled", "thin") else f"top-{entries}"

@@ -130,6 +130,17 @@ def teacher() -> str:
         ):
             figure = f"{rates[key]:,.0f} tokens/s = {shares[key]:.1%} of plain prefill"
             lines.add(f"{what}, {over}", figure, where, command)
+    kinds = load("teacher_rows_h200_rows.json")
+    where = (f"1 × H200; {kinds['provenance']['engine']}", kinds["host"]["date"])
+    command = "python benchmarks/teacher_rows_h200.py --shards 3"
+    rates, times = kinds["rates_tokens_per_s"], kinds["row_us"]
+    figure = (
+        f"{rates['pipeline, sampled']:,.0f} tokens/s = {kinds['sampled_over_top_k']:.3f} × top-100 in the same run "
+        f"({rates['pipeline']:,.0f} and {rates['pipeline again']:,.0f})"
+    )
+    lines.add("sampled rows of 24 entries, committed, one GPU", figure, where, command)
+    figure = f"{times['sampled 24, float32']:.2f} µs a row; top-100 {times['top-100, float32']:.2f} µs"
+    lines.add("the sampler of rows of 24 entries by itself, V = 128,256, float32 logits", figure, where, command)
     overhead = load("pipeline_overhead_cpu.json")
     where = (f"{overhead['cpus']}-core CPU; {overhead['provenance']['engine']}", overhead["date"])
     figure = f"{overhead['median_ratio']:.3f} × (median of {len(overhead['pairs'])} pairs)"

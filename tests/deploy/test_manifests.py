@@ -19,7 +19,7 @@ FILES = sorted(
     path
     for folder in ("kuberay", "trainer", "monitoring")
     for path in (DEPLOY / folder).rglob("*.yaml")
-    if path.name not in NOT_OBJECTS and "kind:" in path.read_text()
+    if path.name not in NOT_OBJECTS and "apiVersion:" in path.read_text()
 )
 OVERLAYS = sorted(
     path.parent for path in DEPLOY.rglob("kustomization.yaml") if "kind: Component" not in path.read_text()

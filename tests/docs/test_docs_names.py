@@ -79,7 +79,7 @@ def test_the_reading_of_commands_finds_them() -> None:
 
 
 # Commands that a page names in passing and no block runs: what runs them.
-ELSEWHERE = {("teachercache", "export"): "tests/teachercache/test_cli.py"}
+ELSEWHERE = {("teachercache", name): "tests/teachercache/test_cli.py" for name in ("export", "thin")}
 
 
 def test_every_command_that_a_page_names_is_run() -> None:

@@ -16,6 +16,7 @@ import teachercache.cli
 from teachercache.cli import main
 from teachercache.format.objects import Plan, PlanShard
 from teachercache.format.sealed import seal, utc_now
+from teachercache.format.spec import SampledRows
 from teachercache.testing import synthetic_records, synthetic_spec
 
 SPEC = synthetic_spec()
@@ -258,3 +259,17 @@ def test_a_digest_in_a_refusal_is_short(tmp_path):
         teachercache.errors.SpecMismatch, match=r"weights_digest: ours a{12}, the cache's [0-9a-f]{12}\)"
     ):
         teachercache.create(tmp_path, other)
+
+
+def test_thin_prints_what_it_wrote_and_refuses_a_top_k_cache(cache, run, tmp_path):
+    spec = synthetic_spec(rows=SampledRows(entries=24))
+    writer = teachercache.create(tmp_path / "sampled", spec)
+    writer.commit("a", synthetic_records(spec, 3, seed=1))
+    writer.publish()
+    code, out, _ = run("thin", tmp_path / "sampled", tmp_path / "small", "--entries", "12")
+    assert code == 0
+    assert "rows of 12 entries" in out
+    code, _, err = run("thin", cache, tmp_path / "other", "--entries", "4")
+    assert code == 2
+    assert "top-K" in err
+    assert not (tmp_path / "other").exists()

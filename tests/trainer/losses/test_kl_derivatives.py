@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.trainer.losses.cases import accepted_kd, accepted_with_mix, kd_name, make_case, run
+from tests.trainer.losses.cases import accepted_kd, accepted_with_mix, kd_name, make_case, rows_for, run
 from trainer.losses import kl_loss
 
 
@@ -25,7 +25,7 @@ def test_gradcheck_the_reported_loss_is_the_one_whose_gradient_is_returned(kd: d
             return kl_loss(
                 h,
                 w,
-                case.rows,
+                rows_for(case, options),
                 labels=case.labels,
                 bias=b,
                 vocab_size=8,
@@ -51,7 +51,7 @@ def test_the_gradient_formed_in_the_forward_pass_matches_finite_differences(kd: 
 
         def at(t: float, case=case, options=options, d_hidden=d_hidden, d_head=d_head) -> float:
             hidden, head = case.hidden + t * d_hidden, case.head_weight + t * d_head
-            return float(kl_loss(hidden, head, case.rows, labels=case.labels, chunk_size=3, **options))
+            return float(kl_loss(hidden, head, rows_for(case, options), labels=case.labels, chunk_size=3, **options))
 
         numeric = (at(step) - at(-step)) / (2 * step)
         analytic = float((ours.hidden * d_hidden).sum() + (ours.head_weight * d_head).sum())
