@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+import teachercache
 from pipeline.config import load_job
-from pipeline.running.job import prepare
+from pipeline.running.job import prepare, run_job
+from teachercache.errors import UsageError
 from tests.pipeline.conftest import write_jsonl
 from tests.pipeline.corpus.test_chat_spans import CHATML, ONE, answer, user
 
@@ -29,3 +33,48 @@ def test_plan_names_the_key_that_a_template_drops(job_file, tmp_path):
     assert "recipe.chat.template" in said
     thought = {"messages": [user("q"), answer("a", reasoning_content="t")]}
     assert "does not print reasoning_content" in warnings(job_file, tmp_path, [*plain, thought])
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        ({"messages": [user("q"), answer("a")]}, "{{ raise_exception('no such roles here') }}", "no such roles here"),
+        ({"messages": "no JSON at all"}, CHATML, "messages"),
+        ({"messages": "{}"}, CHATML, "messages"),
+    ],
+    ids=["refused", "words", "object"],
+)
+def test_a_source_of_unusable_conversations_ends_the_plan_and_leaves_nothing(job_file, tmp_path, row, template, said):
+    (tmp_path / "t.jinja").write_text(template)
+    job = load_job(
+        job_file(
+            tmp_path / "cache",
+            [write_jsonl(tmp_path / "a.jsonl", [row] * 12)],
+            corpus={"fields": {"messages": "messages"}},
+            recipe={"eos": False, "chat": {"template": str(tmp_path / "t.jinja")}},
+        )
+    )
+    with pytest.raises(UsageError, match=said):
+        prepare(job)
+    with pytest.raises(UsageError, match=said):
+        run_job(job)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_conversations_of_share_gpt_are_read_and_published(job_file, tmp_path):
+    row = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    same = {"messages": [user("q"), answer("a")]}
+    found = []
+    for name, rows, field in (("share", row, "conversations"), ("plain", same, "messages")):
+        (tmp_path / "t.jinja").write_text(CHATML)
+        job = job_file(
+            tmp_path / name,
+            [write_jsonl(tmp_path / f"{name}.jsonl", [{"id": str(i), **rows} for i in range(3)])],
+            corpus={"fields": {"messages": field, "id": "id"}},
+            recipe={"eos": False, "chat": {"template": str(tmp_path / "t.jinja")}},
+        )
+        assert run_job(load_job(job)).manifest.complete
+        records = teachercache.open(str(tmp_path / name)).records()
+        found.append([(r.doc_id, r.input_ids.tolist(), r.loss_mask.tolist()) for r in records])
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
