@@ -63,7 +63,7 @@ def splits_of(corpus: dict[str, Any]) -> set[str]:
 def differences(then: Any, now: Any, name: str = "") -> list[str]:
     """Return `key was A, is B` for every leaf that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
-        keys = sorted({*then, *now} - {"files"})
+        keys = sorted({*then, *now} - {"files", "storage"})
         parts = (differences(then.get(k), now.get(k), f"{name}.{k}" if name else k) for k in keys)
         return [line for part in parts for line in part]
     return [] if then == now else [f"{name} was {then!r}, is {now!r}"]

@@ -40,7 +40,7 @@ def web(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "a.jsonl?download=true"])
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
 def test_lines_of_a_web_server_are_planned_and_committed_in_cuts(job_file, tmp_path, web, pattern):
     write_jsonl(tmp_path / "web" / "a.jsonl", documents(40))
     job = load_job(job_file(tmp_path / "cache", [f"{web}/{pattern}"], run={"shard_bytes": 1500}))

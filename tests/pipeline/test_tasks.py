@@ -51,4 +51,6 @@ def test_tasks_are_a_leaf():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment(), check=True
     )
-    assert done.stdout.strip() == "pipeline.errors pipeline.running pipeline.running.tasks"
+    assert done.stdout.strip() == (
+        "pipeline.corpus pipeline.corpus.dropped pipeline.errors pipeline.running pipeline.running.tasks"
+    )

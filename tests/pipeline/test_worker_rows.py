@@ -196,9 +196,15 @@ def test_worker_without_the_gather_gives_what_vllm_would_have_gathered(kind, sof
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     torch.manual_seed(0)
+
+    def exact(
+        x: torch.Tensor,
+    ) -> torch.Tensor:  # so that the products have no rounding, in whatever order they are summed
+        return (x * 512).round() / 512
+
     ranks, vocab, tokens, width, hidden_size, rows = 2, 1000, 977, 512, 16, 70
-    weight = torch.nn.functional.pad(torch.randn(vocab, hidden_size), (0, 0, 0, ranks * width - vocab))
-    hidden, target = torch.randn(rows, hidden_size), torch.randint(0, tokens, (rows,))
+    weight = torch.nn.functional.pad(exact(torch.randn(vocab, hidden_size)), (0, 0, 0, ranks * width - vocab))
+    hidden, target = exact(torch.randn(rows, hidden_size)), torch.randint(0, tokens, (rows,))
     u = torch.rand(rows, dtype=torch.float64)
     with set_current_vllm_config(VllmConfig()):
         processors = [LogitsProcessor(vocab, scale=scale, soft_cap=soft_cap) for _ in range(ranks)]

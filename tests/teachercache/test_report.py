@@ -10,6 +10,7 @@ import pytest
 
 import teachercache
 from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.upkeep.optimize import optimize
 from teachercache.views.report import report
 from tests.teachercache.caches import PAGE_SPEC, page_cache
 
@@ -55,7 +56,9 @@ def test_a_name_like_a_hole_of_the_template_or_with_control_characters_is_only_s
 
 def test_an_empty_cache_has_a_page_too(tmp_path):
     writer = teachercache.create(tmp_path, PAGE_SPEC)
+    writer.commit("a", [record := synthetic_records(PAGE_SPEC, 1, seed=1)[0]])
     writer.publish()
+    optimize(writer, without=[record.doc_id])  # all was taken down
     page = report(teachercache.open(tmp_path))
     assert "There are no rows" in page
     assert "Bytes by column" not in page

@@ -61,7 +61,7 @@ def test_kernels_start_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(module, name, Kernel())
     rows = TeacherRows(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3), torch.zeros(2))
     for start in (
-        lambda: row_triton.loss_and_grad_in_place(x, None, rows, None, torch.ones(2), LossOptions(), True),
+        lambda: row_triton.loss_and_grad_in_place(x, None, rows, None, torch.ones(2), LossOptions(tail="bucket"), True),
         lambda: scale.scale_into(x, factor, x),
         lambda: scale.scale_into(x, factor, x.half()),
     ):
