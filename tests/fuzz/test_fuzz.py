@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.plans import CACHE, TRAINER
 from tests.fuzz.reader import Reader, fuzz, reader_of
 
-EXAMPLES = 12
+EXAMPLES = 6
 
 
 @pytest.fixture(scope="module", params=["cache", "trainer"])

@@ -13,7 +13,7 @@ from tests.pipeline.conftest import ROOT, environment
 
 @pytest.mark.slow
 @pytest.mark.timeout(290)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_every_document_is_cached_once_whatever_dies(seed):
     """In a separate process: the cluster's raylets are its children, and it finds the actors among them."""
     result = subprocess.run(
