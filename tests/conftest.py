@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import fsspec
 import pytest
 
 from tests.servers import Server, serve
@@ -37,6 +38,8 @@ def _use(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
+    # a file system that an earlier test made without keys keeps looking for none
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     return server.new_bucket()
 
 
