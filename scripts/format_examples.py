@@ -102,6 +102,11 @@ def examples() -> dict[str, str]:
             "commit": object_of(cache, "commits/*.json"),
             "manifest": object_of(cache, "manifests/*.json"),
         }
+        trees["run"] = {
+            "created": trees["manifest"]["created"], "format_version": 1, "heldout_kl": 0.4182, "manifest": 1,
+            "parameters": 494032768, "rows": 24576000, "run": "2f9f54b2a8c74f0c9a7b6c2f3cbb1d0e",
+            "spec_digest": trees["manifest"]["spec_digest"], "steps": 3000, "student": "Qwen/Qwen2.5-0.5B",
+        }  # fmt: skip
         kept = ("format_version", "spec_digest", "publisher", "files")  # as a part would have them
         trees["manifest-part"] = {key: trees["manifest"][key] for key in kept} | {"replaced": {}}
         text = make_corpus(Path(folder, "damaged/all.jsonl"), 40).read_bytes()

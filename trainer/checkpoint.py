@@ -205,6 +205,11 @@ class CheckpointFolder:
         except MissingObject:
             return ""
 
+    def kept_id(self, name: str) -> str:
+        """Return the id that the run keeps in a file, or ""."""
+        kept = self.get_text(name)
+        return check_name(kept, f"{self.url}/{name}") if kept else ""
+
     def _patiently(self, action: Callable[[], T], doing: str) -> T:
         return action() if self.local else wait_for_store(action, f"{doing} {self.url}")
 

@@ -7,6 +7,7 @@ torch. `python -m trainer config` prints all keys.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -194,6 +195,10 @@ class OptimConfig(Section):
     )
 
 
+# pydantic finds `register` on every class, as the method of its metaclass; no instance has it.
+warnings.filterwarnings("ignore", message='Field name "register" in "TrainConfig"')
+
+
 class TrainConfig(Section):
     """Where and how a step runs."""
 
@@ -224,6 +229,10 @@ class TrainConfig(Section):
     threads: int | None = Field(None, ge=1, description="CPU threads of torch: pin them for bitwise equal runs.")
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms alone; for bitwise GPU runs.")
     spike_factor: float | None = Field(None, gt=1, description="Stop when a loss exceeds this times the running mean.")
+    register: bool = Field(
+        False,
+        description="At the end, create an entry in the cache's `runs/`: student, steps, rows, held-out KL.",
+    )
 
 
 class LoraConfig(Section):

@@ -28,6 +28,7 @@ from trainer.lease import Lease
 from trainer.metrics import Meter, MetricsLog, Screen
 from trainer.model import student
 from trainer.optim import accumulate_in_float32, build_optimizer, lr_factor
+from trainer.register import register
 from trainer.step import Step
 
 
@@ -61,6 +62,8 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
     if saved and folder.index().finished and resume.ends_alike(saved.state, config.train):
         say(f"{config.output} is finished: step {saved.state['step']:,}; for another run choose another output")
         summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
+        if config.train.register:
+            register(config, cache, folder, summary)
         return summary
     setup.check_names(config, cache)
     setup.configure_torch(config.train)
@@ -175,7 +178,10 @@ class _Run:
                 raise Stopped(
                     f"stopped by a signal: saved step {progress.step} in {self.folder.url}; the same command continues"
                 )
-            return self.checkpoints.finish()
+            summary = self.checkpoints.finish()
+            if config.train.register:
+                register(config, self.cache, self.folder, summary)
+            return summary
 
     def _save(self, log: MetricsLog) -> None:
         """Write log and checkpoint, unless another run has taken the output over: then LeaseLost."""

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from teachercache.console import note, say, text_console
 from teachercache.errors import UsageError
-from teachercache.format.layout import check_name
 from trainer.checkpoint import CheckpointFolder
 from trainer.config import MlflowConfig, TrainerConfig
 from trainer.data.sequence import PackedSequence
@@ -57,7 +56,7 @@ class MetricsLog:
                 raise UsageError("log.wandb needs the package wandb (pip install wandb)") from error
             where = {key: value for key, value in config.log.wandb.model_dump().items() if value}
             # The id lies with the run: the same command, resumed on another machine, continues the same page.
-            run_id = _kept_id(folder, WANDB_ID) or uuid.uuid4().hex[:12]
+            run_id = folder.kept_id(WANDB_ID) or uuid.uuid4().hex[:12]
             folder.put(WANDB_ID, run_id.encode())
             self._wandb = wandb.init(
                 id=run_id, name=name, config=settings, resume="allow", dir=str(self._workdir), **where
@@ -113,7 +112,7 @@ class _MlflowRun:
         self._metric, self._missed = Metric, False
         try:
             self._client = MlflowClient(tracking_uri=config.tracking_uri)
-            self._run_id = _kept_id(folder, MLFLOW_ID)
+            self._run_id = folder.kept_id(MLFLOW_ID)
             if self._run_id:
                 self._client.update_run(self._run_id, status="RUNNING")
                 return
@@ -141,12 +140,6 @@ class _MlflowRun:
     def finish(self) -> None:
         with suppress(Exception):
             self._client.set_terminated(self._run_id)
-
-
-def _kept_id(folder: CheckpointFolder, name: str) -> str:
-    """Return the id that a run keeps in a file of its folder, or ""."""
-    kept = folder.get_text(name)
-    return check_name(kept, f"{folder.url}/{name}") if kept else ""
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

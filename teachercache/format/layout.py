@@ -19,6 +19,7 @@ PLANS = "plans/"
 DATA = "data/"
 QUARANTINE = "quarantine/"
 LEASES = "leases/"
+RUNS = "runs/"  # students that were trained from the cache; advisory
 TOKENIZER = "tokenizer/"
 NAMED_TEMPLATES = "additional_chat_templates"  # of a tokenizer: NAME.jinja, next to the default template
 INDEX = "index.json"  # of the tokenizer's files
@@ -38,6 +39,7 @@ _PART_PATH = re.compile(rf"manifests/parts/({_DIGEST.pattern})\.json")
 _KEYS_PATH = re.compile(rf"manifests/keys/({ATTEMPT.pattern})\.parquet")
 _LEASE_PATH = re.compile(rf"leases/({ATTEMPT.pattern})/[0-9]{{8}}\.json")
 _TOKENIZER_PATH = re.compile(rf"tokenizer/({_DIGEST.pattern})/(?:{NAMED_TEMPLATES}/)?{FILE_NAME.pattern}")
+_RUN_PATH = re.compile(rf"runs/({ATTEMPT.pattern})-([0-9]{{8,16}})\.json")
 _MANIFEST_PATH = re.compile(r"manifests/([0-9]{8})\.json")
 
 
@@ -174,6 +176,7 @@ def is_strange(path: str) -> bool:
         return False
     known = (
         _DATA_PATH, _COMMIT_PATH, _PLAN_PATH, _QUARANTINE_PATH, _PART_PATH, _KEYS_PATH, _LEASE_PATH, _TOKENIZER_PATH,
+        _RUN_PATH,
     )  # fmt: skip
     return not any(pattern.fullmatch(path) for pattern in known)
 
@@ -181,6 +184,16 @@ def is_strange(path: str) -> bool:
 def quarantine_path(shard_id: str, attempt: str) -> str:
     """Return the name of a shard's quarantine by one attempt."""
     return f"{QUARANTINE}{check_shard_id(shard_id)}/{attempt}.json"
+
+
+def run_path(run: str, steps: int) -> str:
+    """Return the name of a run's entry after this number of steps."""
+    return f"{RUNS}{run}-{steps:08d}.json"
+
+
+def is_run(path: str) -> bool:
+    """Return whether a name is that of a run's entry."""
+    return _RUN_PATH.fullmatch(path) is not None
 
 
 def tokenizer_path(digest: str, name: str) -> str:

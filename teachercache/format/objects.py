@@ -1,4 +1,4 @@
-"""Models of the sealed JSON objects of a cache: commit, plan, quarantine, manifest, tokenizer index. Pure.
+"""Models of the sealed JSON objects of a cache: commit, plan, quarantine, manifest, run, tokenizer index. Pure.
 
 `spec.json` is `format.spec.CacheSpec`; how an object is sealed is in `format.sealed`.
 """
@@ -16,6 +16,7 @@ from teachercache.format.spec import Strict, json_digest
 
 MAX_FILE_BYTES = 2**37  # 128 GiB; a manifest that claims a larger file is refused
 MAX_TOKENIZER_BYTES = 2**28
+MAX_RUN_BYTES = 2**14  # students write these, not the cache's own team
 COUNTS = ("records", "documents", "tokens", "rows")  # what files, commits and manifests count
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
@@ -124,6 +125,29 @@ class Quarantine(Strict):
     message: str
     documents: list[str] = Field(default_factory=list)
     created: str
+
+
+class Run(Strict):
+    """`runs/<run>-<steps>.json`: a student that was trained from the cache; advisory, no reader of rows needs it."""
+
+    format_version: Literal[1] = 1
+    spec_digest: str
+    run: str = Field(pattern=r"^[0-9a-f]{32}$", description="random; a run that is continued keeps it")
+    manifest: int = Field(ge=1, le=layout.LAST_MANIFEST)
+    student: str = Field(max_length=200, description="what the student began as: a Hub id, or a folder's last name")
+    parameters: Count
+    steps: Count
+    rows: Count
+    heldout_kl: float | None = Field(description="nats, after the last step; null where it was not measured")
+    created: str
+
+    def check(self, path: str, spec_digest: str) -> None:
+        """Raise CommitConflict unless it lies under its own name, in the cache of this spec."""
+        if layout.run_path(self.run, self.steps) != path or self.spec_digest != spec_digest:
+            raise CommitConflict(
+                f"{path} is step {self.steps} of run {self.run} of a cache with spec {self.spec_digest[:12]}, this one has "
+                f"{spec_digest[:12]}; it was copied or moved here: remove it."
+            )
 
 
 class ManifestFile(FileEntry):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from teachercache.format.objects import Commit, Manifest, ManifestPart, Plan, Quarantine, TokenizerIndex
+from teachercache.format.objects import Commit, Manifest, ManifestPart, Plan, Quarantine, Run, TokenizerIndex
 from teachercache.format.spec import CacheSpec
 
 FOLDER = Path(__file__).parent.parent / "schemas"
@@ -19,6 +19,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "manifest-part": ManifestPart,
     "plan": Plan,
     "quarantine": Quarantine,
+    "run": Run,
     "tokenizer-index": TokenizerIndex,
 }
 

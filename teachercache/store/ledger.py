@@ -12,31 +12,43 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from teachercache.errors import CommitConflict, CorruptFile, MissingObject, NotACache, UnsafeManifest
+from teachercache.errors import (
+    CommitConflict,
+    CorruptFile,
+    MissingObject,
+    NotACache,
+    StoreDenied,
+    StoreUnavailable,
+    TeacherCacheError,
+    UnsafeManifest,
+)
 from teachercache.format import layout
-from teachercache.format.objects import Commit, Manifest, ManifestPart, PartRef, Plan, Quarantine
-from teachercache.format.sealed import unseal
+from teachercache.format.objects import MAX_RUN_BYTES, Commit, Manifest, ManifestPart, PartRef, Plan, Quarantine, Run
+from teachercache.format.sealed import MAX_JSON_BYTES, unseal
 from teachercache.format.spec import CacheSpec
 from teachercache.store.store import ObjectInfo, Store
 
 M = TypeVar("M", bound=BaseModel)
 READS = 3
+RUNS = 1000  # newest entries of runs that are read
 THREADS = 16  # small objects read at the same time
 
 
-def read_sealed(store: Store, model: type[M], path: str, sha256: str | None = None) -> M:
+def read_sealed(
+    store: Store, model: type[M], path: str, sha256: str | None = None, *, max_bytes: int = MAX_JSON_BYTES
+) -> M:
     """Read and parse a sealed object; a transfer that arrives damaged is repeated twice before CorruptFile.
 
-    sha256: what the object's bytes must have, where another object says so.
+    sha256: what the object's bytes must have, where another object says so. UnsafeManifest above `max_bytes`.
     """
     for _ in range(READS - 1):
         with suppress(CorruptFile):
-            return _unsealed(store, model, path, sha256)
-    return _unsealed(store, model, path, sha256)
+            return _unsealed(store, model, path, sha256, max_bytes)
+    return _unsealed(store, model, path, sha256, max_bytes)
 
 
-def _unsealed(store: Store, model: type[M], path: str, sha256: str | None) -> M:
-    data = store.read(path)
+def _unsealed(store: Store, model: type[M], path: str, sha256: str | None, max_bytes: int) -> M:
+    data = store.read(path, max_bytes=max_bytes)
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise CorruptFile(f"{path} is not the object that its manifest names.")
     return unseal(model, data, path)
@@ -126,6 +138,34 @@ class Ledger:
     def quarantined(self) -> set[str]:
         """Return the ids of the shards that have a quarantine: one listing, nothing is read."""
         return {s for o in self.store.list(layout.QUARANTINE) if (s := layout.quarantined_shard(o.path))}
+
+    def run(self, path: str) -> Run:
+        """Read and check one entry of `runs/`."""
+        found = read_sealed(self.store, Run, path, max_bytes=MAX_RUN_BYTES)
+        found.check(path, self.spec().digest)
+        return found
+
+    def runs(self) -> tuple[list[Run], int]:
+        """Return the last entry of each registered run, best held-out KL first, and how many entries could not be read.
+
+        Anyone who trains writes them, so a bad one is counted, and `verify` names it. Reads the newest thousand.
+        """
+        listed = [o for o in self.store.list(layout.RUNS) if layout.is_run(o.path)]
+        newest = sorted(listed, key=lambda o: o.modified)[-RUNS:]
+
+        def read(info: ObjectInfo) -> Run | None:
+            try:
+                return self.run(info.path)
+            except (StoreDenied, StoreUnavailable):
+                raise
+            except TeacherCacheError:
+                return None
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = list(pool.map(read, newest))
+        last = {run.run: run for run in sorted(filter(None, found), key=lambda run: run.steps)}
+        runs = sorted(last.values(), key=lambda r: (r.heldout_kl is None, r.heldout_kl or 0.0, r.student, r.run))
+        return runs, found.count(None)
 
     def strange_names(self) -> list[str]:
         """Return the objects whose names no cache has, sorted. Every command ignores them. Cost: a listing of everything."""

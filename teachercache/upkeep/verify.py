@@ -101,10 +101,10 @@ def verify(
     state     a file that remembers which files were read and found sound, so that a run that was ended goes on; of these
               only the keys are read again. UsageError where it is another cache's
     """
-    found = Verification(sampled=sample is not None)
+    found, ledger = Verification(sampled=sample is not None), Ledger(store, spec)
     done = _State(state, store, spec) if state else None
     with found.collecting(layout.MANIFESTS):
-        manifest = manifest or Ledger(store, spec).newest_manifest()
+        manifest = manifest or ledger.newest_manifest()
     found.manifest = manifest.number if manifest else None
     data = {o.path: o.size for o in store.list("")}
     found.strange = [path for path in data if layout.is_strange(path)]
@@ -125,6 +125,9 @@ def verify(
         plans = _check_plans(store, manifest, sample, draw, data, found)
         if sample is None and plans is not None:
             _check_shards(manifest, commits, plans, found)
+    for path in filter(layout.is_run, data):
+        with found.collecting(path):
+            ledger.run(path)
     with found.collecting(layout.TOKENIZER):
         check_tokenizer(store, spec.tokenizer)
     found.files = len(files)
