@@ -41,6 +41,7 @@ STATE_VERSION = 1
 FOOTERS = 256  # kept in memory; a footer is some tens of KB
 RowGroup = tuple[int, int]  # index into files, number within the file
 Span = tuple[int, int, list[RowGroup]]  # epoch, number within it, its row groups
+Place = tuple[RowGroup, int]  # where a record lies: its row group, and which record of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ class RecordStream(Iterator[Record]):
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(options.prefetch, thread_name_prefix="teachercache-stream")
+        self._fetched: OrderedDict[tuple[RowGroup, frozenset[str]], Future[Block]] = OrderedDict()
+        self._place: Place = ((0, 0), 0)
         self._at = self._position(state)
         self._records = self._run(*self._at)
 
@@ -125,6 +128,32 @@ class RecordStream(Iterator[Record]):
     def epoch(self) -> int:
         """Return the epoch of the record that came last."""
         return self._at[0]
+
+    @property
+    def place(self) -> Place:
+        """Return where the record lies that came last, for `fetch`."""
+        return self._place
+
+    def fetch(self, places: Sequence[Place], columns: Collection[str]) -> list[Record]:
+        """Return the records at some places of this stream with other columns.
+
+        For a stream of few columns, of which some records are wanted whole. Row groups are read in its threads; those
+        of two spans stay in memory.
+        """
+        wanted = frozenset(check_columns(columns) or ())
+        keys = [(group, wanted) for group, _ in places]
+        for key in keys:
+            if key not in self._fetched:
+                self._fetched[key] = self._pool.submit(self._read, key[0], set(wanted))
+            self._fetched.move_to_end(key)
+        try:
+            found = [self._fetched[key].result().record(i) for key, (_, i) in zip(keys, places, strict=True)]
+        except Exception:
+            self._fetched.clear()  # the next call tries again
+            raise
+        while len(self._fetched) > 2 * self._options.shuffle_groups:
+            self._fetched.popitem(last=False)
+        return found
 
     def close(self) -> None:
         """Stop reading ahead and join the threads."""
@@ -174,22 +203,24 @@ class RecordStream(Iterator[Record]):
         spans = self._spans(epoch, span)
         while True:
             while len(ahead) < 2 and (coming := next(spans, None)) is not None:
-                ahead.append((coming, [self._pool.submit(self._read, group) for group in coming[2]]))
+                ahead.append((coming, [self._pool.submit(self._read, group, self._columns) for group in coming[2]]))
             if not ahead:
                 return
-            (epoch, span, _), futures = ahead.popleft()
-            for i, record in enumerate(self._emit(epoch, span, futures, offset), start=offset + 1):
-                self._at = (epoch, span, i)
+            (epoch, span, groups), futures = ahead.popleft()
+            for i, (record, (b, index)) in enumerate(self._emit(epoch, span, futures, offset), start=offset + 1):
+                self._at, self._place = (epoch, span, i), (groups[b], index)
                 yield record
             offset = 0
 
-    def _emit(self, epoch: int, span: int, futures: list[Future[Block]], offset: int) -> Iterator[Record]:
-        """Yield the records of one span from `offset` on."""
+    def _emit(
+        self, epoch: int, span: int, futures: list[Future[Block]], offset: int
+    ) -> Iterator[tuple[Record, tuple[int, int]]]:
+        """Yield the records of one span from `offset` on, each with its block and its number there."""
         if not self._options.shuffle:
-            for future in futures:
+            for b, future in enumerate(futures):
                 block = future.result()
                 for i in range(min(offset, len(block)), len(block)):
-                    yield block.record(i)
+                    yield block.record(i), (b, i)
                 offset = max(0, offset - len(block))
             return
         blocks = [future.result() for future in futures]
@@ -199,20 +230,22 @@ class RecordStream(Iterator[Record]):
         order = np.random.default_rng(seed).permutation(len(where))
         for k in order[offset:]:
             b, i = where[k]
-            yield blocks[b].record(i)
+            yield blocks[b].record(i), (b, i)
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
-    def _read(self, group: RowGroup) -> Block:
+    def _read(self, group: RowGroup, columns: set[str] | None) -> Block:
         entry = self._files[group[0]]
         if self._disk is not None and (local := self._disk.fetch(self._store, entry)) is not None:
             try:
-                return self._read_from(entry, group[1], local)
+                return self._read_from(entry, group[1], columns, local)
             except CorruptFile:
                 self._disk.forget(entry)  # it was verified when it came: the disk lost it, and the object decides
-        return self._read_from(entry, group[1], None)
+        return self._read_from(entry, group[1], columns, None)
 
-    def _read_from(self, entry: ManifestFile, group: int, local: pa.NativeFile | None) -> Block:
+    def _read_from(
+        self, entry: ManifestFile, group: int, columns: set[str] | None, local: pa.NativeFile | None
+    ) -> Block:
         with self._lock:
             footer = self._footers.get(entry.path)
         with DataFile(self._store, entry, self._spec, footer=footer, local=local) as file:
@@ -220,4 +253,4 @@ class RecordStream(Iterator[Record]):
                 self._footers[entry.path] = file.footer
                 while len(self._footers) > FOOTERS:
                     self._footers.popitem(last=False)
-            return file.read_group(group, self._columns)
+            return file.read_group(group, columns)

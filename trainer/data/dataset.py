@@ -21,10 +21,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from teachercache import Cache, Record
 from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.read.stream import Place, RecordStream
 from trainer.data.packing import pack_block
 from trainer.data.sequence import PackedSequence, Piece, cut_record, min_context, pack_records, split_record
 
 RESUME_MUST_MATCH = ("manifest", "split", "seed")
+PACKED_BY = {"doc_id", "window", "input_ids", "row_pos", "loss_mask", "entropy"}
+"""What packing looks at: all that is read of records that others take."""
+OF_ROWS = ("topk_ids", "topk_logprobs", "tail_logprob", "exact")
 
 
 @dataclass
@@ -49,10 +53,14 @@ class DataCounts:
 
 
 class _Pooled(NamedTuple):
-    """A record or piece and the corpus tokens it accounts for: new ones, those cut off, those discarded just before."""
+    """A record or piece and the corpus tokens it accounts for: new ones, those cut off, those discarded just before.
+
+    place   where the record lies in its stream, if its teacher's rows were not read
+    """
 
     piece: Piece
     tokens: int
+    place: Place | None
 
     def __len__(self) -> int:
         return len(self.piece.record.input_ids)
@@ -76,8 +84,9 @@ class PackedCache(IterableDataset[PackedSequence]):
     weights    source -> weight: records of a source are kept with probability weight / largest weight, decided by a
                hash of seed, epoch and document, so the choice does not depend on the order of reading
     entropy_above, entropy_below   nats: rows of another teacher entropy have no loss; their tokens stay as context
-    rank, world_size  of N processes rank r takes every N-th sequence of one global order and builds tensors of those
-               alone; its states are those after a whole round of N, so a run may continue with another N
+    rank, world_size  of N processes rank r takes every N-th sequence of one global order, and reads the teacher's rows
+               of those alone, by whole row groups; its states are those after a whole round of N, so a run may continue
+               with another N
     In a DataLoader (batch_size=None) the workers share the sequences the same way, and they arrive in the order that
     they have without workers. `sequence.state` continues after a sequence, whatever read it.
     Raises TeacherCacheError when a record is longer than seq_len and long_documents="refuse", when a split has no row
@@ -197,8 +206,10 @@ class PackedCache(IterableDataset[PackedSequence]):
     ) -> Iterator[tuple[PackedSequence | None, dict[str, Any]]]:
         """Yield the rest of one epoch, from `state` on; `number` sequences came before. Tensors are built of ours alone."""
         epoch, skip, seed = state["epoch"], state["used"], self.seed * 1_000_003 + state["epoch"]
+        shared = self.world_size > 1 or get_worker_info() is not None
+        columns = PACKED_BY if shared else None
         stream = self.cache.stream(
-            split=self.split, seed=seed, state=state["stream"], shuffle=self.shuffle, repeat=False
+            split=self.split, seed=seed, state=state["stream"], shuffle=self.shuffle, repeat=False, columns=columns
         )
         # The counts in the state are those after the last used sequence; reading restarts at the anchor's counts.
         counts = DataCounts(**(state.get("anchor_counts") or state["counts"]))
@@ -223,7 +234,8 @@ class PackedCache(IterableDataset[PackedSequence]):
                         continue
                     sequence = None
                     if mine(number):
-                        pieces, pad_to = [pool[i].piece for i in group], seq_len if self.pad else None
+                        ours, pad_to = [pool[i] for i in group], seq_len if self.pad else None
+                        pieces = _with_rows(stream, ours) if shared else [item.piece for item in ours]
                         sequence = pack_records(pieces, pad_to=pad_to, tokens_done=counts.tokens_done)
                     number += 1
                     after = self._fresh_state(epoch=epoch, counts=counts)
@@ -237,7 +249,7 @@ class PackedCache(IterableDataset[PackedSequence]):
             stream.close()
 
     def _read_block(
-        self, stream: Iterator[Record], pool: list[_Pooled], counts: DataCounts, seq_len: int, epoch: int
+        self, stream: RecordStream, pool: list[_Pooled], counts: DataCounts, seq_len: int, epoch: int
     ) -> bool:
         """Add records to the pool until it holds a block; returns whether the epoch ended."""
         wanted = self.block_sequences * seq_len
@@ -246,6 +258,9 @@ class PackedCache(IterableDataset[PackedSequence]):
             record = next(stream, None)
             if record is None:
                 return True
+            place = None
+            if record.topk_ids is None:  # until `_with_rows`: which of the record's rows a piece has
+                record, place = replace(record, topk_ids=np.arange(len(record.row_pos), dtype=np.int32)), stream.place
             counts.documents += 1
             counts.tokens_read += len(record.input_ids)
             sampled = self._sampled(record, epoch)
@@ -256,7 +271,7 @@ class PackedCache(IterableDataset[PackedSequence]):
                 counts.tokens_pending += stop - covered
                 covered = stop
                 if np.any(piece.record.loss_mask):
-                    pool.append(_Pooled(piece, counts.tokens_pending))
+                    pool.append(_Pooled(piece, counts.tokens_pending, place))
                     counts.tokens_pending = 0
                     held += len(pool[-1])
             if kept and not np.any(record.loss_mask):
@@ -313,6 +328,18 @@ class PackedCache(IterableDataset[PackedSequence]):
         weight = self.weights.get(record.source, 0.0) / max(self.weights.values())
         digest = hashlib.sha256(f"{self.seed}/{epoch}/{record.doc_id}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < weight * 2**64
+
+
+def _with_rows(stream: RecordStream, pooled: list[_Pooled]) -> list[Piece]:
+    """Return pieces with the teacher's rows, which the stream did not read with their records."""
+    found = stream.fetch([item.place for item in pooled if item.place is not None], OF_ROWS)
+    pieces = []
+    for (piece, _, _), whole in zip(pooled, found, strict=True):
+        columns = {name: getattr(whole, name) for name in OF_ROWS}
+        chosen = piece.record.topk_ids
+        rows: dict[str, Any] = {name: None if c is None else c[chosen] for name, c in columns.items()}
+        pieces.append(replace(piece, record=replace(piece.record, **rows)))
+    return pieces
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:

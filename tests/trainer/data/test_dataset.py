@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from torch.utils.data import DataLoader
 
 import teachercache
 from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.parquet.datafile import DataFile
+from teachercache.testing import synthetic_records
 from tests.trainer import tiny
 from trainer.data import PackedCache, PackedSequence, dataset, lengths
 from trainer.data.lengths import describe_lengths
@@ -193,13 +197,40 @@ def test_ranks_share_one_order_and_any_number_of_them_continues_it(cache: teache
         PackedCache(cache, rank=2, world_size=2)
 
 
-def test_a_rank_builds_tensors_of_its_own_sequences_alone(
-    cache: teachercache.Cache, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_reads_rows_and_builds_tensors_of_its_own_sequences_alone(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = []
-    real = dataset.pack_records
-    monkeypatch.setattr(dataset, "pack_records", lambda *a, **k: built.append(1) or real(*a, **k))
-    assert len(list(PackedCache(cache, seq_len=64, rank=1, world_size=3))) == len(built)
+    """Each record is a row group here, and every second one two pieces of a long document."""
+    writer = teachercache.create(str(tmp_path / "cache"), tiny.spec_for(teacher), tokenizer_files=teacher, probe=False)
+    writer.rows_per_group = 1
+    spec = tiny.spec_for(teacher)
+    records = [record for n in (60, 90) for record in synthetic_records(spec, 12, prefix=f"n{n}", length=n)]
+    writer.commit("s", records)
+    writer.publish(allow_partial=True)
+    cache = teachercache.open(str(tmp_path / "cache"))
+    options = {"seq_len": 64, "epochs": 1, "block_sequences": 3, "blocks_per_flush": 2}
+    whole = list(PackedCache(cache, **options))
+    read, built = [], []
+    read_group, pack = DataFile.read_group, dataset.pack_records
+
+    def counting(file: DataFile, i: int, columns: set[str] | None = None, **more: Any) -> Any:
+        if columns is None or "topk_ids" in columns:
+            read.append(i)
+        return read_group(file, i, columns, **more)
+
+    monkeypatch.setattr(DataFile, "read_group", counting)
+    monkeypatch.setattr(dataset, "pack_records", lambda *a, **k: built.append(1) or pack(*a, **k))
+    groups_of_rank = []
+    for rank in range(3):
+        ours = list(PackedCache(cache, **options, rank=rank, world_size=3))
+        assert all(same(a, b) for a, b in zip(ours, whole[rank::3], strict=True))
+        assert len(built) == len(ours)
+        assert sorted(set(read)) == sorted(read)  # none twice
+        groups_of_rank.append({name for sequence in ours for name in sequence.documents})
+        assert len(read) == len(groups_of_rank[-1])
+        read.clear(), built.clear()
+    assert len(set.union(*groups_of_rank)) == len(records)
+    assert all(len(found) < len(records) * 2 / 3 for found in groups_of_rank)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
