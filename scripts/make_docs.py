@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import results_tables
+import students
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -201,6 +202,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "parity": parity,
     "parity-rows": parity_rows,
     "step-memory": step_memory,
+    "students-fit": students.fits,
     "metrics": metrics,
     "error-codes": error_codes,
     "error-index": error_index,

@@ -1,4 +1,6 @@
-"""`python -m trainer fit | eval | init-student | bench-loss | bench-step | config`, also as `teachercache fit` and so on.
+"""`python -m trainer fit | eval | plan | init-student | bench-loss | bench-step | config`.
+
+All but `plan` and `config` also as `teachercache fit` and so on: `teachercache plan` is the pipeline's.
 
 Exit status: 0 done, 1 something was found wrong (or the run was stopped and saved), 2 misused. Nothing in here imports
 torch before a command needs it.
@@ -80,6 +82,30 @@ def evaluate(
     from trainer.evaluate import evaluate_cache, evaluate_text
 
     _print(evaluate_text(config, text) if text else evaluate_cache(config, split), as_json, "eval")
+
+
+@app.command("plan")
+def show_plan(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option(help="GPUs that share weights, gradients and states (torchrun).")] = 1,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of a GPU in GiB; the default is an H200's.")] = 139.7,
+    as_json: Json = False,
+) -> None:
+    """Print the bytes of a training step on each GPU, before anything is loaded. Exit status 1: it does not fit.
+
+    Reads the student's config.json alone; needs no GPU, no weights and no cache.
+
+    Example: python -m trainer plan train.yaml data.seq_len=32768 --gpus 4
+    """
+    config = load_config(config_file, overrides or [])
+    _quiet()
+    from trainer.memory import plan
+
+    found = plan(config, gpus, gpu_gib)
+    _print(found, as_json, "plan")
+    if not found["fits"]:
+        raise typer.Exit(1)
 
 
 @app.command("init-student")

@@ -60,6 +60,7 @@ STAND_INS: dict[str, dict[str, str]] = {
         "seq_len: 32768, batch_tokens: 131072": "seq_len: 128, batch_tokens: 256",
         "seq_len=4096": "seq_len=128",
     },
+    "docs/OPERATIONS.md": {"build/models/smollm2-135m": "$TINY"},
     "docs/FORMAT.md": {"['s3://bucket/cache/data/…parquet']": "$FILES"},
 }
 

@@ -273,7 +273,7 @@ def test_the_printed_configuration_is_one_with_every_default(run: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["fit"], ["eval"], ["init-student"], ["bench-step"], ["bench-loss"], ["config"]]
+    "command", [[], ["fit"], ["eval"], ["plan"], ["init-student"], ["bench-step"], ["bench-loss"], ["config"]]
 )
 def test_every_command_has_a_help_that_teaches(run: Callable[..., Done], command: list[str]) -> None:
     done = run(*command, "--help")

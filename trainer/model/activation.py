@@ -100,26 +100,41 @@ def _tiled(forward: Callable[[torch.Tensor], Any], tile: int, draws: bool, hidde
     return torch.cat(parts, dim=1)
 
 
-def bytes_per_token(config: Any, policy: str, element_size: int = 2) -> int:
-    """Estimate the bytes that the layers keep per token until the backward pass, summed over layers.
+def layer_bytes(
+    config: Any, policy: str, element_size: int = 2, *, fused: bool = False, normed: int = 0
+) -> tuple[float, float]:
+    """Return the bytes a token that one layer keeps until its backward pass: (all but the MLP's inside, that).
 
-    config is a transformers text configuration; the estimate counts tensors, not allocator overhead.
+    config  a transformers text configuration
+    fused   norms and gated MLPs are liger-kernel's, which keep fewer tensors than plain ones
+    normed  elements that go through further norms: of queries and keys, or of what a block returns
+
+    Counts tensors, not allocator overhead; exact for a Llama layer.
     """
     d, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     head = getattr(config, "head_dim", None) or d // config.num_attention_heads
     q, kv = config.num_attention_heads * head, 2 * getattr(config, "num_key_value_heads", 1) * head
-    mlp, mlp_products = 3 * inner, 2 * inner
+    statistics = config.num_attention_heads * 4 / element_size  # a float32 of each head's softmax
+    norms = 4 * d + normed
+    if not fused:
+        norms += 2 * d * 4 / element_size + normed * 4 / element_size  # a float32 copy of the input
+    mlp, mlp_products = (3 if fused else 4) * inner, 2 * inner
     if used := getattr(config, "num_experts_per_tok", None):  # each of them holds copies of a token, in and out
         inner = getattr(config, "moe_intermediate_size", None) or inner
         mlp, mlp_products = used * (3 * d + 6 * inner), used * (2 * d + 2 * inner)
-    per_layer = {
-        "offload": 0,
-        "full": d,
-        "keep-attention": d + q,
-        "keep-matmuls": d + 2 * q + kv + 2 * d + mlp_products,
-        "none": 5 * d + 3 * q + 2 * kv + mlp,
+    outside, inside = {
+        "offload": (0, 0),
+        "full": (d, 0),
+        "keep-attention": (d + q + statistics, 0),
+        "keep-matmuls": (3 * d + 2 * q + kv + statistics, mlp_products),
+        "none": (norms + 2 * q + kv + statistics, mlp),
     }[policy]
-    return int(per_layer * config.num_hidden_layers * element_size)
+    return outside * element_size, inside * element_size
+
+
+def bytes_per_token(config: Any, policy: str, element_size: int = 2) -> int:
+    """Estimate the bytes that plain layers keep per token until the backward pass, summed over layers."""
+    return int(config.num_hidden_layers * sum(layer_bytes(config, policy, element_size)))
 
 
 def choose_policy(config: Any, tokens: int, free_bytes: int, element_size: int = 2) -> str:
