@@ -242,7 +242,7 @@ def _index(node: Any, part: str, override: str, above: list[str]) -> str | int:
 
 
 def _explain(error: ValidationError, model: type[BaseModel], where: str, other_names: Mapping[str, str]) -> str:
-    problem = error.errors(include_url=False)[0]
+    problem = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     location = problem["loc"]
     dotted = ".".join(repr(str(part))[1:-1] for part in location)  # a key may hold a line feed
     if problem["type"] == "extra_forbidden":

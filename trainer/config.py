@@ -10,12 +10,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from teachercache import configfile
 from teachercache.configfile import Section
+from teachercache.format.layout import NAME
 from teachercache.format.spec import Rows, SampledRows, TopKRows
 from teachercache.urls import check_url
 from trainer.losses.options import LossOptions, Method, Objective
@@ -45,9 +46,40 @@ class RowChoice(Section):
         return self.entropy_above is not None or self.entropy_below is not None
 
 
+class CacheConfig(Section):
+    """One of the caches of a run."""
+
+    url: str = Field(description="URL of the cache, as `cache`.")
+    weight: float = Field(gt=0, description="Its share of the sequences is this over the sum of all weights.")
+    split: str | None = Field(None, description="The split to train on; default: `split`.")
+    manifest: int | None = Field(None, description="Pin one manifest by number, as `manifest`.")
+    name: str = Field("", description="What logs call it; default: the last folder of its URL.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, tree: Any) -> Any:
+        """Name a cache by its folder, and check what is to be a part of metrics' names."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("url"), str):
+            return tree
+        check_url(tree["url"])
+        name = tree.get("name") or tree["url"].rstrip("/").rpartition("/")[2]
+        if isinstance(name, str) and not NAME.fullmatch(name):
+            raise ValueError(f"{name!a} cannot be a name in logs, which matches {NAME.pattern}: set data.caches.*.name")
+        return {**tree, "name": name}
+
+    @property
+    def suffix(self) -> str:
+        """Return what follows the names of its metrics: `/web`; nothing where the run has one cache."""
+        return f"/{self.name}" if self.name else ""
+
+
 class DataConfig(Section):
     """How records become packed sequences."""
 
+    caches: list[CacheConfig] = Field(
+        [],
+        description="Several caches instead of `cache`, mixed by weight: [{url, weight, split, manifest, name}, ...].",
+    )
     seq_len: int = Field(2048, ge=2, description="Tokens in one packed sequence.")
     batch_tokens: int | None = Field(
         None, description="Tokens of one optimiser step, a multiple of seq_len; the default is one sequence."
@@ -71,6 +103,17 @@ class DataConfig(Section):
     length_curriculum: list[tuple[float, int]] = Field(
         [], description="[[share, length], ...]: from this share of the run on, pack to this length (at most seq_len)."
     )
+
+    @model_validator(mode="after")
+    def _several_caches(self) -> DataConfig:
+        names, urls = [cache.name for cache in self.caches], [cache.url.rstrip("/") for cache in self.caches]
+        if repeated := next((url for url in urls if urls.count(url) > 1), None):
+            raise ValueError(
+                f"data.caches has the same cache twice, {repeated}: give it once; data.weights mixes the sources in it"
+            )
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"data.caches has two caches that logs would call {repeated}: set a name for one of them")
+        return self
 
     @model_validator(mode="after")
     def _whole_sequences(self) -> DataConfig:
@@ -302,7 +345,9 @@ class LogConfig(Section):
 class TrainerConfig(Section):
     """Everything that `fit` and `eval` read."""
 
-    cache: str = Field(description="URL of the cache: s3://bucket/path, or a folder.")
+    cache: str | None = Field(
+        None, description="URL of the cache: s3://bucket/path, or a folder. Required, unless data.caches lists several."
+    )
     manifest: int | None = Field(None, description="Pin one manifest by number; default: the newest at first start.")
     student: str = Field(
         description="A Hugging Face folder or an output of this trainer, local or s3://…; or a Hub id, owner/model[@revision]."
@@ -336,6 +381,13 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerConfig:
+        if self.cache is None and not self.data.caches:
+            raise ValueError("lacks cache: set it in the YAML file or as cache=VALUE, or list several in data.caches")
+        if self.data.caches and (self.cache is not None or self.manifest is not None):
+            key = "cache" if self.cache is not None else "manifest"
+            raise ValueError(
+                f"{key} and data.caches are both set: drop one; an entry of data.caches has its own manifest"
+            )
         if self.loss.method == "online" and self.teacher is None:
             raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
         if self.loss.method != "online" and self.loss.tail is None:
@@ -347,6 +399,13 @@ class TrainerConfig(Section):
         if self.loss.recompute and self.loss.method not in ("fused", "online"):
             raise ValueError(f"loss.recompute goes with loss.method=fused only, found {self.loss.method}")
         return self
+
+    @property
+    def caches(self) -> list[CacheConfig]:
+        """Return the caches of the run: `cache` is a list of one, without a name."""
+        if self.cache is not None:
+            return [CacheConfig.model_construct(url=self.cache, weight=1.0, split=self.split, manifest=self.manifest)]
+        return [cache.model_copy(update={"split": cache.split or self.split}) for cache in self.data.caches]
 
 
 def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> TrainerConfig:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,24 +162,64 @@ def _standard_error(sums: Mapping[str, float]) -> float:
 
 
 def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:
-    """Evaluate `config.student` on one split of the configured cache, against `config.teacher` too where it is set.
+    """Evaluate `config.student` on one split of the configured caches, against `config.teacher` too where it is set.
 
-    Nothing is written. Raises UsageError where the cache does not fit the student or lacks the split.
+    Nothing is written. Raises UsageError where a cache does not fit the student or lacks the split.
     """
     compute = setup.choose_compute(config.train)
     setup.configure_torch(config.train)
     folder = resolve_model_folder(config.student)
-    cache = setup.open_cache(config.cache, config.manifest)
-    student.check_fits(folder, cache)
-    setup.check_split(cache, split, "split")
-    result = evaluate(
-        setup.load_frozen(folder, compute, trust_remote_code=config.trust_remote_code),
-        heldout_sequences(cache, split, config.data.seq_len, config.eval.max_rows, pad=compute.on_gpu),
-        vocab_size=cache.spec.tokenizer.vocab_size,
-        attention_kind=compute.attention,
-        teacher=setup.load_teacher(config, compute) if config.teacher else None,
-    )
-    return {"student": str(folder), "cache": cache.url, "manifest": cache.manifest.number, "split": split, **result}
+    caches = setup.open_caches(config)
+    student.check_fits(folder, caches[0])
+    for cache in caches:
+        setup.check_split(cache, split, "split")
+    model = setup.load_frozen(folder, compute, trust_remote_code=config.trust_remote_code)
+    teacher = setup.load_teacher(config, compute) if config.teacher else None
+    where: dict[str, Any] = {"student": str(folder)}
+    for entry, cache in zip(config.caches, caches, strict=True):
+        where |= {f"cache{entry.suffix}": cache.url, f"manifest{entry.suffix}": cache.manifest.number}
+    return where | {"split": split} | evaluate_caches(model, caches, config, split, compute, teacher=teacher)
+
+
+def evaluate_caches(
+    model: Model,
+    caches: Sequence[Cache],
+    config: TrainerConfig,
+    split: str,
+    compute: setup.Compute,
+    *,
+    teacher: Model | None = None,
+    only: Callable[[Iterable[PackedSequence]], Iterable[PackedSequence]] = iter,
+) -> dict[str, Any]:
+    """Evaluate on one split of each of a run's caches, whose `only` says which sequences.
+
+    Of several, each figure's name ends in the cache's, as in `heldout_kl/web`. `heldout_kl` is then their mean by weight:
+    comparable between students of the same mixture.
+    """
+    results = []
+    for cache in caches:
+        sequences = heldout_sequences(cache, split, config.data.seq_len, config.eval.max_rows, pad=compute.on_gpu)
+        results.append(
+            evaluate(
+                model,
+                only(sequences),
+                vocab_size=cache.spec.tokenizer.vocab_size,
+                attention_kind=compute.attention,
+                teacher=teacher,
+            )
+        )
+    if len(results) == 1:
+        return results[0]
+    entries = config.caches
+    found = {f"{k}{entry.suffix}": v for entry, each in zip(entries, results, strict=True) for k, v in each.items()}
+    mean = sum(entry.weight * each["heldout_kl"] for entry, each in zip(entries, results, strict=True))
+    return {
+        "heldout_kl": mean / sum(entry.weight for entry in entries),
+        "heldout_kl_kind": "mean of the caches by weight",
+        "rows": sum(each["rows"] for each in results),
+        "seconds": sum(each["seconds"] for each in results),
+        **found,
+    }
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.read.cache import made_up_message
 from trainer import limits, resume, setup
 from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder, wait_for_store
-from trainer.config import TrainerConfig
+from trainer.config import CacheConfig, TrainerConfig
 from trainer.data.dataset import PackedCache
 from trainer.data.lengths import describe_lengths
+from trainer.data.mixed import MixedCaches
 from trainer.data.prefetch import Interrupted, Prefetcher
 from trainer.data.sequence import PackedSequence
-from trainer.evaluate import evaluate, heldout_sequences
+from trainer.evaluate import evaluate_caches
 from trainer.lease import Lease
 from trainer.metrics import Meter, MetricsLog, Screen
 from trainer.model import student
@@ -53,19 +55,19 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
     lease = Lease(folder.store, take_over=config.take_over)
     wait_for_store(lease.peek, f"opening {config.output}")
     saved = resume.newest(folder)
-    cache = setup.open_cache(config.cache, saved.state["manifest_number"] if saved else config.manifest)
+    caches = setup.open_caches(config, [then["manifest"] for then in saved.state["caches"]] if saved else None)
     source = saved.folder if saved else resolve_model_folder(config.student)
-    student.check_fits(source, cache)
+    student.check_fits(source, caches[0])
     if saved:
-        resume.check_resumable(saved.state, config, cache)
+        resume.check_resumable(saved.state, config, caches)
     models = resume.begun_from(config, source, saved)
     if saved and folder.index().finished and resume.ends_alike(saved.state, config.train):
         say(f"{config.output} is finished: step {saved.state['step']:,}; for another run choose another output")
         summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
         if config.train.register:
-            register(config, cache, folder, summary)
+            register(config, caches, folder, summary)
         return summary
-    setup.check_names(config, cache)
+    setup.check_names(config, caches)
     setup.configure_torch(config.train)
     lease.acquire()
     try:
@@ -74,7 +76,7 @@ def fit(config: TrainerConfig) -> dict[str, Any]:
             raise UsageError(f"another run saved to {config.output} just now: run the same command again")
         folder.sweep()
         with limits.explained(config, folder.disk, 0):
-            run = _Run(config, cache, folder, source, saved, compute, lease, models)
+            run = _Run(config, caches, folder, source, saved, compute, lease, models)
         discard(source)  # everything of it is loaded; of a large student it is tens of GB
         with limits.explained(config, folder.disk, run.checkpoint_bytes):
             return run.train()
@@ -88,7 +90,7 @@ class _Run:
     def __init__(
         self,
         config: TrainerConfig,
-        cache: Cache,
+        caches: list[Cache],
         folder: CheckpointFolder,
         source: Path,
         saved: resume.Saved | None,
@@ -96,40 +98,53 @@ class _Run:
         lease: Lease,
         models: dict[str, dict[str, str]],
     ) -> None:
-        self.config, self.cache, self.folder, self.compute, self.lease = config, cache, folder, compute, lease
+        self.config, self.caches, self.folder, self.compute, self.lease = config, caches, folder, compute, lease
         torch.manual_seed(config.seed)
         self.model = setup.load_for_training(config, source, compute, resumed=saved is not None)
         optimizer = build_optimizer(self.model, config.optim)
         if setup.sums_in_float32(config, compute.dtype):
             accumulate_in_float32(self.model)
         teacher = setup.load_teacher(config, compute) if config.loss.method == "online" else None
-        self.vocab_size = cache.spec.tokenizer.vocab_size
+        self.vocab_size = caches[0].spec.tokenizer.vocab_size
         self.kernels = setup.kernels_line(config, self.model, optimizer, compute)
         self.checkpoint_bytes = limits.checkpoint_bytes(self.model, config.optim, adapters=config.lora is not None)
         limits.check_room(folder.disk, self.checkpoint_bytes)
         self.step = Step(
             self.model, optimizer, config, attention_kind=compute.attention, vocab_size=self.vocab_size, teacher=teacher
         )
-        total_tokens = sum(entry.tokens for entry in cache.files(split=config.split))
-        self.progress = progress = resume.Progress.start(config.train, total_tokens, saved.state if saved else None)
-        self.dataset = PackedCache(
-            cache,
-            split=config.split,
-            seq_len=lambda tokens_done: config.data.length_at(progress.share(tokens_done)),
-            seed=config.seed,
-            epochs=progress.epochs,
-            pad=compute.on_gpu,
-            long_documents=config.data.long_documents,
-            weights=config.data.weights,
-            entropy_above=config.data.rows.entropy_above,
-            entropy_below=config.data.rows.entropy_below,
-            state=progress.data or None,
-        )
+        self.progress = progress = resume.Progress.start(config.train, saved.state if saved else None)
+        self.dataset = self._data()
+        progress.total_tokens = self.dataset.total_tokens
         progress.data = self.dataset.state()
-        self.checkpoints = resume.Checkpointer(folder, source, self.model, optimizer, progress, cache, config, models)
+        self.checkpoints = resume.Checkpointer(folder, source, self.model, optimizer, progress, caches, config, models)
         self.changed = resume.changed_settings(saved.state, config) if saved else ""
         if saved:
             self.checkpoints.restore(saved.folder)
+
+    def _data(self) -> MixedCaches:
+        """Return the run's sequences from its progress on; one cache is a mixture of one."""
+        config, progress, entries = self.config, self.progress, self.config.caches
+
+        def length(c: int, tokens_done: int) -> int:
+            return config.data.length_at(progress.share(self.dataset.whole_run(c, tokens_done)))
+
+        parts = [
+            PackedCache(
+                cache,
+                split=entry.split or config.split,
+                seq_len=partial(length, c),
+                seed=config.seed,
+                epochs=progress.epochs,
+                pad=self.compute.on_gpu,
+                long_documents=config.data.long_documents,
+                weights=config.data.weights,
+                entropy_above=config.data.rows.entropy_above,
+                entropy_below=config.data.rows.entropy_below,
+            )
+            for c, (entry, cache) in enumerate(zip(entries, self.caches, strict=True))
+        ]
+        weights = [entry.weight for entry in entries]
+        return MixedCaches(parts, weights=weights, seed=config.seed, state=progress.data or None)
 
     def train(self) -> dict[str, Any]:
         """Step until done; return the summary."""
@@ -156,9 +171,11 @@ class _Run:
                 if progress.step % config.log.every_steps == 0:
                     share = progress.share(sequences[-1].tokens_done)
                     values = {"loss": result.loss, "lr": lr, "grad_norm": result.grad_norm, "rows": result.rows}
-                    values |= {"progress": share, "epoch": progress.data["epoch"]}
+                    values |= {"progress": share, "epoch": max(part["epoch"] for part in progress.data["caches"])}
+                    for entry, (loss, rows) in zip(config.caches, result.by_cache, strict=True):
+                        values |= {f"loss{entry.suffix}": loss, f"rows{entry.suffix}": rows} if rows else {}
                     if config.data.rows.chooses:
-                        values["rows_left_out"] = PackedCache.counts_of(progress.data).rows_left_out
+                        values["rows_left_out"] = MixedCaches.counts_of(progress.data).rows_left_out
                     values |= meter.measure(sequences, seconds, data_wait_s=started - waited)
                     log.write("train", progress.step, values)
                     screen.update(progress.step, share, meter.line(values), remaining_s=meter.remaining(share))
@@ -180,7 +197,7 @@ class _Run:
                 )
             summary = self.checkpoints.finish()
             if config.train.register:
-                register(config, self.cache, self.folder, summary)
+                register(config, self.caches, self.folder, summary)
             return summary
 
     def _save(self, log: MetricsLog) -> None:
@@ -208,20 +225,22 @@ class _Run:
     def _evaluate(self, log: MetricsLog, screen: Screen, stop: threading.Event) -> None:
         """Measure on the held-out split, unless a signal comes meanwhile: half a minute is left to save then."""
         config, step = self.config, self.progress.step
-        sequences = heldout_sequences(
-            self.cache, config.eval.split, config.data.seq_len, config.eval.max_rows, pad=self.compute.on_gpu
-        )
-        result = evaluate(
-            self.model, _until(stop, sequences), vocab_size=self.vocab_size, attention_kind=self.compute.attention
+        result = evaluate_caches(
+            self.model, self.caches, config, config.eval.split, self.compute, only=partial(_until, stop)
         )
         if stop.is_set():
             return
         log.write("eval", step, result)
-        error = f" ± {result['heldout_kl_standard_error']:.4f}" if "heldout_kl_standard_error" in result else ""
-        screen.say(
-            f"step {step:,}: held-out KL {result['heldout_kl']:.4f}{error} nats, top-1 agreement "
-            f"{result['top1_agreement']:.1%}, perplexity {result['perplexity']:,.2f} ({result['rows']:,} rows)"
-        )
+        for entry in config.caches:
+            found = {
+                key.removesuffix(entry.suffix): value for key, value in result.items() if key.endswith(entry.suffix)
+            }
+            error = f" ± {found['heldout_kl_standard_error']:.4f}" if "heldout_kl_standard_error" in found else ""
+            screen.say(
+                f"step {step:,}{f', {entry.name}' if entry.name else ''}: held-out KL {found['heldout_kl']:.4f}{error} nats, "
+                f"top-1 agreement {found['top1_agreement']:.1%}, perplexity {found['perplexity']:,.2f} "
+                f"({found['rows']:,} rows)"
+            )
         self.checkpoints.evaluated = (step, result["heldout_kl"])
 
     def _opening(self) -> list[str]:
@@ -229,12 +248,14 @@ class _Run:
         step, parameters = self.progress.step, sum(parameter.numel() for parameter in self.model.parameters())
         lines = [
             f"{f'resuming after step {step:,}' if step else 'starting'}: {parameters / 1e6:,.1f} M parameters on "
-            f"{self.compute.device}, manifest {self.cache.manifest.number} of {self.cache.url}",
+            f"{self.compute.device}, "
+            + ", ".join(f"manifest {cache.manifest.number} of {cache.url}" for cache in self.caches),
             self.kernels,
             "the loss is the mean over teacher rows in nats; it is 0 where the student agrees with its teacher",
         ]
-        data = (self.cache, self.config.split, self.config.data.seq_len, self.config.data.long_documents)
-        lines.append(wait_for_store(lambda: describe_lengths(*data), "reading the cache"))
+        for entry, cache in zip(self.config.caches, self.caches, strict=True):
+            lines.append(wait_for_store(partial(self._describe, entry, cache), "reading the cache"))
+        lines += self._mixture()
         if self.changed:
             lines.append(self.changed)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -243,11 +264,33 @@ class _Run:
                 f"note: the student knows {positions:,} positions (max_position_embeddings); documents of up to "
                 f"data.seq_len = {self.config.data.seq_len:,} tokens go beyond them"
             )
-        if not self.cache.manifest.complete:
-            lines.append("note: this manifest is of an incomplete cache; the job that writes it has not finished")
-        if self.cache.made_up:
-            lines.append(f"note: {made_up_message(self.cache)}")
+        for cache in self.caches:
+            if not cache.manifest.complete:
+                lines.append(
+                    f"note: manifest {cache.manifest.number} of {cache.url} is of an incomplete cache; the job that writes it "
+                    "has not finished"
+                )
+            if cache.made_up:
+                lines.append(f"note: {made_up_message(cache)}")
         return lines
+
+    def _describe(self, entry: CacheConfig, cache: Cache) -> str:
+        data = self.config.data
+        line = describe_lengths(cache, entry.split or self.config.split, data.seq_len, data.long_documents)
+        return line.replace("data:", f"data of {entry.name}:", 1) if entry.name else line
+
+    def _mixture(self) -> list[str]:
+        """Return a line about the shares of several caches, and how much of each is read."""
+        entries, passes = self.config.caches, self.dataset.passes()
+        if len(entries) == 1:
+            return []
+        total = sum(entry.weight for entry in entries)
+        shares = (
+            f"{entry.name} {entry.weight / total:.1%} ({each:.0%} read)"
+            for entry, each in zip(entries, passes, strict=True)
+        )
+        first = entries[passes.index(1.0)].name
+        return [f"mixture: {', '.join(shares)} of the sequences; an epoch ends when about all of {first} is read"]
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from teachercache import Cache, fingerprint_config, fingerprint_tokenizer, finge
 from teachercache.errors import TeacherCacheError, UsageError
 from trainer.checkpoint import FINAL, CheckpointFolder, discard, resolve_model_folder
 from trainer.config import TrainConfig, TrainerConfig
-from trainer.data.dataset import PackedCache
+from trainer.data.mixed import MixedCaches
 from trainer.model import Model, lora, student
 
 STATE = "trainer_state.json"
@@ -37,6 +38,11 @@ class Saved(NamedTuple):
     state: dict[str, Any]
 
 
+class _SavedCache(BaseModel):
+    manifest: int
+    spec_digest: str
+
+
 class _State(BaseModel):
     """What trainer_state.json must hold, whoever wrote it; more is allowed."""
 
@@ -45,8 +51,7 @@ class _State(BaseModel):
     tokens: int = Field(ge=0)
     mean_loss: float | None
     data: dict[str, Any]
-    manifest_number: int
-    spec_digest: str
+    caches: list[_SavedCache] = Field(min_length=1)
     config: dict[str, Any]
     models: dict[str, dict[str, str]] = {}
 
@@ -83,7 +88,7 @@ class Progress:
 
     epochs: int | None
     max_steps: int | None
-    total_tokens: int
+    total_tokens: int = 0
     """Tokens of one epoch."""
     step: int = 0
     rows: int = 0
@@ -94,11 +99,11 @@ class Progress:
     """The dataset's state after the last step."""
 
     @classmethod
-    def start(cls, train: TrainConfig, total_tokens: int, saved: dict[str, Any] | None) -> Progress:
+    def start(cls, train: TrainConfig, saved: dict[str, Any] | None) -> Progress:
         """Return the progress of a new run, or of one that continues from a checkpoint's state."""
         epochs = train.epochs or (None if train.max_steps else 1)
         kept = {key: saved[key] for key in PROGRESS} if saved else {}
-        return cls(epochs, train.max_steps, total_tokens, **kept)
+        return cls(epochs, train.max_steps, **kept)
 
     @property
     def done(self) -> bool:
@@ -139,15 +144,15 @@ class Checkpointer:
         model: Model,
         optimizer: torch.optim.Optimizer,
         progress: Progress,
-        cache: Cache,
+        caches: Sequence[Cache],
         config: TrainerConfig,
         models: dict[str, dict[str, str]],
     ) -> None:
         self.folder, self.model, self.optimizer, self.progress = folder, model, optimizer, progress
         self._tokenizer, self._adapters = student.tokenizer_files(source), config.lora is not None
         self._keep_last = config.checkpoint.keep_last
-        identity = {"manifest_number": cache.manifest.number, "spec_digest": cache.spec.digest}
-        self._run = {**identity, "models": models, "config": config.model_dump(mode="json")}
+        read = [{"manifest": cache.manifest.number, "spec_digest": cache.spec.digest} for cache in caches]
+        self._run = {"caches": read, "models": models, "config": config.model_dump(mode="json")}
         self.evaluated: tuple[int, float] | None = None
         """Step and held-out KL of the last evaluation in this process."""
 
@@ -217,7 +222,7 @@ class Checkpointer:
             **measured,
             "checkpoint": f"{url}/{latest.folder}" if latest else None,
             "model": f"{url}/{FINAL}",
-            "data": vars(PackedCache.counts_of(progress.data)),
+            "data": vars(MixedCaches.counts_of(progress.data)),
         }
         # The summary first: a finished run prints it.
         self.folder.put("summary.json", json.dumps(summary, indent=1).encode())
@@ -241,18 +246,24 @@ class Checkpointer:
         (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
-def check_resumable(saved: dict[str, Any], config: TrainerConfig, cache: Cache) -> None:
+def check_resumable(saved: dict[str, Any], config: TrainerConfig, caches: Sequence[Cache]) -> None:
     """Raise UsageError, naming what differs, where a configuration would continue a run as something else."""
-    if saved["spec_digest"] != cache.spec.digest:
+    if len(saved["caches"]) != len(caches):
         raise UsageError(
-            f"{config.output} was trained from another cache (identity {saved['spec_digest'][:12]}, this one has "
-            f"{cache.spec.digest[:12]}): choose another output"
+            f"{config.output} was trained from {len(saved['caches'])} caches, the configuration names {len(caches)}: choose "
+            "another output"
         )
-    if config.manifest is not None and config.manifest != saved["manifest_number"]:
-        raise UsageError(
-            f"{config.output} is pinned to manifest {saved['manifest_number']}, the configuration asks for "
-            f"{config.manifest}: choose another output, or leave manifest out"
-        )
+    for then, entry, cache in zip(saved["caches"], config.caches, caches, strict=True):
+        if then["spec_digest"] != cache.spec.digest:
+            raise UsageError(
+                f"{config.output} was trained from another cache (identity {then['spec_digest'][:12]}, {cache.url} has "
+                f"{cache.spec.digest[:12]}): choose another output"
+            )
+        if entry.manifest not in (None, then["manifest"]):
+            raise UsageError(
+                f"{config.output} is pinned to manifest {then['manifest']} of {cache.url}, the configuration asks for "
+                f"{entry.manifest}: choose another output, or leave manifest out"
+            )
     try:
         then = _what_must_match(saved["config"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -321,7 +332,9 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _what_must_match(config: dict[str, Any]) -> dict[str, Any]:
     flat = {key: config[key] for key in MUST_MATCH}
-    flat |= {f"data.{key}": value for key, value in config["data"].items()}
+    flat |= {f"data.{key}": value for key, value in config["data"].items() if key != "caches"}
+    for number, cache in enumerate(config["data"].get("caches", [])):  # where they lie may change
+        flat |= {f"data.caches.{number}.{key}": cache[key] for key in ("weight", "split", "name")}
     state = config["optim"]["state"]
     # Offloaded moments are the same numbers, kept in another place.
     flat |= {"optim.state": "float32" if state == "offload" else state, "optim.master": config["optim"]["master"]}

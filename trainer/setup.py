@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,48 +68,78 @@ def configure_torch(train: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def open_cache(url: str, manifest: int | None) -> Cache:
-    """Open the cache at one manifest, or its newest. Waits for a store that is away; refuses a wrong path at once."""
-    return wait_for_store(lambda: teachercache.open(url, manifest=manifest), f"opening {url}")
+def open_caches(config: TrainerConfig, manifests: Sequence[int] | None = None) -> list[Cache]:
+    """Open the caches, each at one manifest or its newest. Waits for a store that is away; refuses a wrong path at once.
+
+    manifests  numbers to pin instead of the configuration's
+    Raises UsageError for caches that one run cannot take together: of different tokenizers, or the same one twice.
+    """
+    caches: list[Cache] = []
+    for number, entry in enumerate(config.caches):
+        pin = manifests[number] if manifests and number < len(manifests) else entry.manifest
+        cache = wait_for_store(partial(teachercache.open, entry.url, manifest=pin), f"opening {entry.url}")
+        for other in caches:
+            ours, theirs = other.spec.tokenizer, cache.spec.tokenizer
+            if (ours.digest, ours.vocab_size) != (theirs.digest, theirs.vocab_size):
+                raise UsageError(
+                    f"the caches of a run have one tokenizer, but {other.url} was made with {ours.digest[:12]} "
+                    f"({ours.vocab_size:,} tokens) and {cache.url} with {theirs.digest[:12]} ({theirs.vocab_size:,} "
+                    "tokens): make one of them again with the other's tokenizer"
+                )
+            if other.url == cache.url or other.manifest.digest == cache.manifest.digest:
+                raise UsageError(f"data.caches has the same cache twice, {other.url} and {cache.url}: give it once")
+        caches.append(cache)
+    return caches
 
 
-def check_names(config: TrainerConfig, cache: Cache) -> None:
-    """Raise UsageError for splits, sources and rows that the cache lacks, before the first of some hundred steps."""
-    check_rows(config, cache.spec)
-    check_split(cache, config.split, "split")
-    if config.eval.every_steps or "split" in config.eval.model_fields_set:
-        check_split(cache, config.eval.split, "eval.split")
-    sources = {entry.source for entry in cache.files(split=config.split)}
+def check_names(config: TrainerConfig, caches: Sequence[Cache]) -> None:
+    """Raise UsageError for splits, sources and rows that the caches lack, before the first of some hundred steps."""
+    sources: dict[str, set[str]] = {}
+    for number, (entry, cache) in enumerate(zip(config.caches, caches, strict=True)):
+        assert entry.split is not None
+        check_rows(config, cache.spec, cache.url)
+        own = number < len(config.data.caches) and config.data.caches[number].split is not None
+        check_split(cache, entry.split, f"data.caches.{number}.split" if own else "split")
+        if config.eval.every_steps or "split" in config.eval.model_fields_set:
+            check_split(cache, config.eval.split, "eval.split")
+        sources[f"split {entry.split} of {cache.url}"] = {found.source for found in cache.files(split=entry.split)}
+    known = set().union(*sources.values())
     mixes = {"data.weights": config.data.weights}
     if isinstance(config.loss.ce_weight, dict):
         mixes["loss.ce_weight"] = config.loss.ce_weight
     for key, named in mixes.items():
-        if unknown := sorted(named.keys() - sources):
+        if unknown := sorted(named.keys() - known):
             raise UsageError(
-                f"{key} names {', '.join(unknown)}, but split {config.split} of {cache.url} has the sources "
-                f"{', '.join(sorted(sources))}{did_you_mean(unknown[0], sources)}"
+                f"{key} names {', '.join(unknown)}, but {' and '.join(sources)} has the sources "
+                f"{', '.join(sorted(known))}{did_you_mean(unknown[0], known)}"
             )
-    left_out = sorted(sources - config.data.weights.keys()) if config.data.weights else []
-    if left_out:
-        note(f"data.weights leaves out the sources {', '.join(left_out)}", "note")
+    if config.data.weights:
+        for where, found in sources.items():
+            if not any(config.data.weights.get(source) for source in found):
+                raise UsageError(
+                    f"data.weights leaves nothing of {where}, which has the sources {', '.join(sorted(found))}: name one "
+                    "of them, or drop the cache"
+                )
+        if left_out := sorted(known - config.data.weights.keys()):
+            note(f"data.weights leaves out the sources {', '.join(left_out)}", "note")
 
 
-def check_rows(config: TrainerConfig, spec: CacheSpec) -> None:
-    """Raise UsageError where the loss cannot take the cache's kind of rows."""
+def check_rows(config: TrainerConfig, spec: CacheSpec, cache: str = "the cache") -> None:
+    """Raise UsageError where the loss cannot take the kind of rows of a cache."""
     rows, loss, top_k = spec.rows, config.loss, config.data.top_k
     if loss.method == "online":
         return  # the teacher's rows are cut as the configuration says
     sampled = isinstance(rows, SampledRows) and top_k is None
     if isinstance(rows, SampledRows) and top_k is not None and top_k > rows.exact:
         raise UsageError(
-            f"data.top_k = {top_k}, but only {rows.exact} entries of this sampled cache's rows are surely the most probable "
+            f"data.top_k = {top_k}, but only {rows.exact} entries of a sampled row of {cache} are surely the most probable "
             f"ones (rows.exact); expected at most {rows.exact}, or no data.top_k and all {rows.entries} entries"
         )
     try:
         loss.for_head(None, 0.0).for_rows(sampled)
     except ValueError as error:
         kind = f"sampled, {rows.entries} entries" if isinstance(rows, SampledRows) else f"top-{rows.entries}"
-        raise UsageError(f"the cache has {kind} rows: {error}") from error
+        raise UsageError(f"{cache} has {kind} rows: {error}") from error
 
 
 def check_split(cache: Cache, name: str, key: str) -> None:

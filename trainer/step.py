@@ -33,12 +33,16 @@ class TrainingDiverged(TeacherCacheError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: its loss is the mean over its valid rows in nats, its tokens leave padding out."""
+    """What one step did: its loss is the mean over its valid rows in nats, its tokens leave padding out.
+
+    by_cache  the same loss and number of rows for the rows of each cache
+    """
 
     loss: float
     grad_norm: float
     rows: int
     tokens: int
+    by_cache: tuple[tuple[float, int], ...] = ()
 
 
 class Step:
@@ -67,21 +71,25 @@ class Step:
 
     def run(self, sequences: Sequence[PackedSequence], *, lr: float, loss_limit: float | None = None) -> StepResult:
         """Take one step. Raises TrainingDiverged, before an update, for what is not finite or above loss_limit."""
-        total = sum(int(valid.sum()) for s in sequences for _, _, valid in self._shares(s))
+        rows = [0] * len(self.config.caches)
+        for sequence in sequences:
+            rows[sequence.cache] += sum(int(valid.sum()) for _, _, valid in self._shares(sequence))
+        total = sum(rows)
         if total == 0:
             raise TeacherCacheError(f"no valid row in a step's batch of documents {_names(sequences)}")
         clear_gradients(self.parameters)
-        loss = torch.zeros((), device=self.device)
+        losses = torch.zeros(len(rows), device=self.device)
         for sequence in sequences:
             part = self.loss(sequence.to(self.device), num_valid=total)
             part.backward()
-            loss += part.detach()
+            losses[sequence.cache] += part.detach()
         norm = gradient_norm(self.parameters)
         result = StepResult(
-            loss=loss.item(),
+            loss=losses.sum().item(),
             grad_norm=norm.item(),
             rows=total,
             tokens=sum(sequence.input_ids.numel() - sequence.num_padding for sequence in sequences),
+            by_cache=tuple((loss * total / max(n, 1), n) for loss, n in zip(losses.tolist(), rows, strict=True)),
         )
         problem = ""
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):

@@ -208,15 +208,22 @@ def test_moments_of_every_optimiser_state_come_back(student: Path) -> None:
         checkpointer._check_shapes(optimizer.state_dict()["state"])
 
 
+def damaged(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    """The state of a run with another value in the position of its cache."""
+    data = tree["data"]
+    return tree | {"data": {**data, "caches": [{**data["caches"][0], key: value}]}}
+
+
 @pytest.mark.parametrize(
     "state",
     [
         b"", b"\xff", b"[]", b"[" * 100_000, b'{"step": "x"}',
         lambda tree: tree | {"step": -1}, lambda tree: tree | {"step": 7}, lambda tree: tree | {"data": {"a": 1}},
+        lambda tree: tree | {"caches": []}, lambda tree: damaged(tree, "given", -1),
         lambda tree: tree | {"config": {}}, lambda tree: tree | {"config": {**tree["config"], "optim": 3}},
-        lambda tree: tree | {"data": {**tree["data"], "counts": {"x": 1}}},
-        lambda tree: tree | {"data": {**tree["data"], "stream": {"manifest": 3}}},
-        lambda tree: tree | {"data": {**tree["data"], "epoch": "x"}},
+        lambda tree: damaged(tree, "counts", {"x": 1}),
+        lambda tree: damaged(tree, "stream", {"manifest": 3}),
+        lambda tree: damaged(tree, "epoch", "x"),
     ],
 )  # fmt: skip
 def test_a_broken_training_state_is_one_line(

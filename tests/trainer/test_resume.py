@@ -18,7 +18,7 @@ from tests.trainer import runs
 from tests.trainer.small_blocks import small_blocks
 from trainer import evaluate, fit, resume
 from trainer.checkpoint import CheckpointFolder
-from trainer.data import PackedCache
+from trainer.data import MixedCaches
 
 EPOCHS = 3
 STEPS_PER_EPOCH = 10  # of 128 tokens; about
@@ -125,7 +125,7 @@ def test_a_stop_during_an_evaluation_saves_without_finishing_it(
                 os.kill(os.getpid(), signal.SIGTERM)
             yield sequence
 
-    monkeypatch.setattr(fit, "heldout_sequences", heldout)
+    monkeypatch.setattr(evaluate, "heldout_sequences", heldout)
     with pytest.raises(fit.Stopped, match="saved step 3"):
         runs.fit_here(config)
     assert seen == 1
@@ -142,7 +142,7 @@ def test_a_stop_while_the_data_does_not_come_saves_the_last_whole_step(
     accumulated = {**settings, "data": {**settings["data"], "seq_len": 64, "batch_tokens": 128}}
     config = runs.write_config(tmp_path / "train.yaml", **accumulated, output=str(tmp_path / "run"))
     away = threading.Event()
-    real = PackedCache.with_states
+    real = MixedCaches.with_states
 
     def with_states(*arguments: Any, **options: Any) -> Iterator[Any]:
         for number, pair in enumerate(real(*arguments, **options)):
@@ -152,7 +152,7 @@ def test_a_stop_while_the_data_does_not_come_saves_the_last_whole_step(
             yield pair
 
     with monkeypatch.context() as patch:
-        patch.setattr(PackedCache, "with_states", with_states)
+        patch.setattr(MixedCaches, "with_states", with_states)
         # The save lets the store come back, or the reading thread would be waited for at the end.
         save = resume.Checkpointer.save
         patch.setattr(resume.Checkpointer, "save", lambda checkpoints: (away.set(), save(checkpoints)))

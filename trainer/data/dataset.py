@@ -11,19 +11,18 @@ Resuming re-reads that block, packs it again and skips: packing depends on the r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from teachercache import Cache, Record
-from teachercache.errors import TeacherCacheError, UsageError
+from teachercache.errors import TeacherCacheError
 from teachercache.read.stream import Place, RecordStream
 from trainer.data.packing import pack_block
 from trainer.data.sequence import PackedSequence, Piece, cut_record, min_context, pack_records, split_record
+from trainer.data.shared_order import SharedOrder, State
 
 RESUME_MUST_MATCH = ("manifest", "split", "seed")
 PACKED_BY = {"doc_id", "window", "input_ids", "row_pos", "loss_mask", "entropy"}
@@ -66,7 +65,7 @@ class _Pooled(NamedTuple):
         return len(self.piece.record.input_ids)
 
 
-class PackedCache(IterableDataset[PackedSequence]):
+class PackedCache(SharedOrder):
     """Packed sequences of one split of a cache, as a torch IterableDataset that resumes exactly.
 
         dataset = PackedCache(cache, split="train", seq_len=4096, epochs=1, seed=0)
@@ -111,82 +110,47 @@ class PackedCache(IterableDataset[PackedSequence]):
         entropy_below: float | None = None,
         rank: int = 0,
         world_size: int = 1,
-        state: dict[str, Any] | None = None,
+        state: State | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank {rank} must lie in [0, world_size {world_size})")
         self.cache, self.split, self.seed, self.epochs = cache, split, seed, epochs
         self.shuffle, self.pad, self.long_documents, self.weights = shuffle, pad, long_documents, weights or {}
         self.entropy_above, self.entropy_below = entropy_above, entropy_below
         self.block_sequences, self.blocks_per_flush = block_sequences, blocks_per_flush
-        self.rank, self.world_size = rank, world_size
         self._seq_len = seq_len
-        self._read_by_workers = torch.zeros(1, dtype=torch.int8).share_memory_()
         fresh = self._fresh_state(epoch=0, counts=DataCounts())
-        self._after: dict[str, Any] = fresh if state is None else _checked(state)
+        super().__init__(rank=rank, world_size=world_size, state=fresh if state is None else self.checked(state))
+
+    def checked(self, state: State) -> State:
+        """Return a state that is of this run; TeacherCacheError for a damaged one and for another run's."""
+        fresh = self._fresh_state(epoch=0, counts=DataCounts())
         for key in RESUME_MUST_MATCH:
-            if self._after[key] != fresh[key]:
+            if _checked(state)[key] != fresh[key]:
                 raise TeacherCacheError(
-                    f"cannot resume the data: the checkpoint has {key} {self._after[key]}, this run has {fresh[key]}"
+                    f"cannot resume the data: the checkpoint has {key} {state[key]}, this run has {fresh[key]}"
                 )
+        return state
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of one epoch, by the manifest."""
+        return sum(entry.tokens for entry in self.cache.files(split=self.split))
 
     def _length_at(self, tokens_done: int) -> int:
         return self._seq_len(tokens_done) if callable(self._seq_len) else self._seq_len
 
-    def _fresh_state(self, *, epoch: int, counts: DataCounts) -> dict[str, Any]:
+    def _fresh_state(self, *, epoch: int, counts: DataCounts) -> State:
         run = {"manifest": self.cache.manifest.digest, "split": self.split, "seed": self.seed}
         return {**run, "epoch": epoch, "stream": None, "used": 0, "counts": vars(counts).copy()}
 
-    def state(self) -> dict[str, Any]:
-        """Return where the next sequence starts; small and JSON-able.
-
-        Raises UsageError where workers of a DataLoader read: how far its reader is, only `sequence.state` says.
-        """
-        if self._read_by_workers[0]:
-            raise UsageError(
-                "workers of a DataLoader read this PackedCache: take the state from the last sequence (sequence.state)"
-            )
-        return self._after
-
     @staticmethod
-    def counts_of(state: dict[str, Any]) -> DataCounts:
+    def counts_of(state: State) -> DataCounts:
         """Return the counts that a state holds."""
         return DataCounts(**state["counts"])
 
-    def __iter__(self) -> Iterator[PackedSequence]:
-        worker = get_worker_info()
-        if worker is not None:
-            self._read_by_workers[0] = 1
-        for sequence, after in self.with_states():
-            self._after = after
-            yield replace(sequence, state=after)
-
-    def with_states(self, state: dict[str, Any] | None = None) -> Generator[tuple[PackedSequence, dict[str, Any]]]:
-        """Iterate over (sequence, the state that continues after it), from `state` or this object's on.
-
-        Of several ranks each gets its own sequences, with the state after the round of `world_size` that they are of.
-        """
-        worker = get_worker_info()
-        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-
-        def mine(number: int) -> bool:
-            turn, rank = divmod(number, self.world_size)
-            return rank == self.rank and turn % count == index
-
-        held: PackedSequence | None = None
-        after: dict[str, Any] = {}
-        for number, (sequence, after) in enumerate(self._all(state or self._after, mine)):
-            held = sequence if sequence is not None else held
-            if held is not None and (number + 1) % self.world_size == 0:
-                yield held, after
-                held = None
-        if held is not None:  # the last round is not full
-            yield held, after
-
-    def _all(
-        self, state: dict[str, Any], mine: Callable[[int], bool]
-    ) -> Iterator[tuple[PackedSequence | None, dict[str, Any]]]:
-        """Yield every sequence of the global order, those of others as None, each with the state after it."""
+    def all_sequences(
+        self, state: State, mine: Callable[[int], bool] | None
+    ) -> Iterator[tuple[PackedSequence | None, State]]:
+        """Yield every sequence of the order, those of others as None, each with the state after it."""
         number = 0
         while self.epochs is None or state["epoch"] < self.epochs:
             produced = False
@@ -202,12 +166,11 @@ class PackedCache(IterableDataset[PackedSequence]):
             state = self._fresh_state(epoch=state["epoch"] + 1, counts=counts)
 
     def _epoch(
-        self, state: dict[str, Any], number: int, mine: Callable[[int], bool]
-    ) -> Iterator[tuple[PackedSequence | None, dict[str, Any]]]:
+        self, state: State, number: int, mine: Callable[[int], bool] | None
+    ) -> Iterator[tuple[PackedSequence | None, State]]:
         """Yield the rest of one epoch, from `state` on; `number` sequences came before. Tensors are built of ours alone."""
         epoch, skip, seed = state["epoch"], state["used"], self.seed * 1_000_003 + state["epoch"]
-        shared = self.world_size > 1 or get_worker_info() is not None
-        columns = PACKED_BY if shared else None
+        columns = None if mine is None else PACKED_BY
         stream = self.cache.stream(
             split=self.split, seed=seed, state=state["stream"], shuffle=self.shuffle, repeat=False, columns=columns
         )
@@ -233,9 +196,9 @@ class PackedCache(IterableDataset[PackedSequence]):
                     if used <= skip:
                         continue
                     sequence = None
-                    if mine(number):
+                    if mine is None or mine(number):
                         ours, pad_to = [pool[i] for i in group], seq_len if self.pad else None
-                        pieces = _with_rows(stream, ours) if shared else [item.piece for item in ours]
+                        pieces = [item.piece for item in ours] if mine is None else _with_rows(stream, ours)
                         sequence = pack_records(pieces, pad_to=pad_to, tokens_done=counts.tokens_done)
                     number += 1
                     after = self._fresh_state(epoch=epoch, counts=counts)
@@ -342,7 +305,7 @@ def _with_rows(stream: RecordStream, pooled: list[_Pooled]) -> list[Piece]:
     return pieces
 
 
-def _checked(state: dict[str, Any]) -> dict[str, Any]:
+def _checked(state: State) -> State:
     """Return a state whose fields have the right types; TeacherCacheError for one that is damaged."""
     try:
         numbers = [state["epoch"], state["used"]]

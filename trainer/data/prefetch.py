@@ -8,8 +8,8 @@ from collections.abc import Generator
 from typing import Any, TypeAlias
 
 from trainer.checkpoint import wait_for_store
-from trainer.data.dataset import PackedCache
 from trainer.data.sequence import PackedSequence
+from trainer.data.shared_order import SharedOrder
 
 Pair: TypeAlias = tuple[PackedSequence, dict[str, Any]]
 
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 
 class Prefetcher:
-    """Run a PackedCache in a thread and pass on its (sequence, state) pairs in order.
+    """Run a PackedCache or MixedCaches in a thread and pass on its (sequence, state) pairs in order.
 
     depth  how many sequences wait ready
     pin    pin their memory, so that copies to the GPU overlap with compute
@@ -29,7 +29,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self, dataset: PackedCache, *, depth: int = 4, pin: bool = False, stop: threading.Event | None = None
+        self, dataset: SharedOrder, *, depth: int = 4, pin: bool = False, stop: threading.Event | None = None
     ) -> None:
         self._dataset, self._pin, self._interrupt = dataset, pin, stop
         self._state = dataset.state()

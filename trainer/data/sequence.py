@@ -41,6 +41,7 @@ class PackedSequence:
     documents                (doc_id, window) of each document, for error messages
     exact, entropy           int64, float32 [R] of each row, as TeacherRows has them; None of top-K rows
     sources                  source of each document
+    cache                    index of the cache that the documents are of, where several are mixed
     tokens_done              tokens of the run trained on after this sequence, or discarded so far: its progress
     state                    where PackedCache continues after this sequence; None where it was packed otherwise
     """
@@ -59,6 +60,7 @@ class PackedSequence:
     exact: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     sources: tuple[str, ...] = ()
+    cache: int = 0
 
     @property
     def num_rows(self) -> int:
