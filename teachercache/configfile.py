@@ -342,16 +342,16 @@ def commented_yaml(model: type[BaseModel], *, width: int = 100) -> str:
     """Return every key with its default as a YAML file, each under a comment that says what it does."""
     lines: list[str] = []
     begun: set[str] = set()
-    absent: str | None = None  # a section that is null by default: its keys are printed as a comment
+    absent: str | None = None  # a section that is not there by default: its keys are printed as a comment
     for key, kind, default, description in describe(model):
         absent = None if absent is None or not key.startswith(f"{absent}.") else absent
         parts = key.split(".")
         indent = "  " * (len(parts) - 1)
         section = kind in ("section", "list of sections")
-        if section and default is None:
+        if section and default in (None, []):
             absent = key
         value = "" if section or default == REQUIRED else " " + json.dumps(_plain(default), ensure_ascii=False)
-        notes = [kind] * (not section) + [REQUIRED] * (default == REQUIRED) + ["null by default"] * (absent == key)
+        notes = [kind] * (not section) + [REQUIRED] * (default == REQUIRED) + [f"{'null' if default is None else 'empty'} by default"] * (absent == key)
         said = sentence(description) + (f" ({', '.join(notes)})" if notes else "")
         mark = "# " if absent else ""
         lines += [""] * (len(parts) == 1)
