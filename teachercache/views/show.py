@@ -111,6 +111,21 @@ class TokenText:
             text = self._tokenizer.id_to_token(token) or f"#{token}"
         return repr(text)[1:-1].replace(" ", "·")
 
+    def pieces(self, ids: list[int]) -> list[str]:
+        """Return the text of each token within its document; of a character of several tokens the last has it."""
+        if self._tokenizer is None:
+            return [f"#{token} " for token in ids]
+        found, start, done = [], 0, ""
+        for end in range(1, len(ids) + 1):
+            text = self._tokenizer.decode(ids[start:end], skip_special_tokens=False)
+            if text.endswith("\ufffd") and end < len(ids) and end - start < 8:
+                found.append("")
+                continue
+            found.append(text[len(done) :].replace("\t", "    "))
+            start = end - 1  # one token of context: decoders drop a blank in front of the first
+            done = self._tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        return found
+
 
 def known(values: Any, i: int) -> float | None:
     """Return one number of a column, or None where it is not known."""

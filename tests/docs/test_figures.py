@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,3 +27,16 @@ def test_a_figure_has_a_title_and_a_page(path: Path) -> None:
     assert ElementTree.parse(path).getroot().find("{http://www.w3.org/2000/svg}title") is not None
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert any(f"figures/{path.name}" in page.read_text(encoding="utf-8") for page in pages)
+
+
+def test_figures_and_pages_have_one_palette() -> None:
+    text = (ROOT / "teachercache/templates/page.css").read_text(encoding="utf-8")
+    figures = runpy.run_path(str(ROOT / "docs/figures/make_figures.py"))
+    for colours, block in zip(
+        (figures["LIGHT"], figures["DARK"]), re.findall(r":root \{(.*?)\}", text, re.DOTALL), strict=True
+    ):
+        page = dict(re.findall(r"--(\w+): (#\w+);", block))
+        assert {name: colours[name] for name in page.keys() & colours.keys() - {"card"}} == {
+            name: page[name] for name in page.keys() & colours.keys() - {"card"}
+        }
+        assert {page["page"], page["card"]} == {colours["bg"], colours["card"]}

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 import teachercache
-from teachercache.cli import find_caches
 from teachercache.doctor import FAIL, check_store
 from teachercache.errors import (
     MissingObject,
@@ -20,6 +19,7 @@ from teachercache.errors import (
 )
 from teachercache.store.store import Store
 from teachercache.testing import synthetic_records
+from teachercache.views.catalog import find_caches
 from tests.pipeline.faulty_s3 import Answer, FaultyProxy
 from tests.teachercache.caches import SPEC
 
