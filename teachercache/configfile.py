@@ -351,7 +351,8 @@ def commented_yaml(model: type[BaseModel], *, width: int = 100) -> str:
         if section and default in (None, []):
             absent = key
         value = "" if section or default == REQUIRED else " " + json.dumps(_plain(default), ensure_ascii=False)
-        notes = [kind] * (not section) + [REQUIRED] * (default == REQUIRED) + [f"{'null' if default is None else 'empty'} by default"] * (absent == key)
+        off = "null by default" if default is None else "empty by default"
+        notes = [kind] * (not section) + [REQUIRED] * (default == REQUIRED) + [off] * (absent == key)
         said = sentence(description) + (f" ({', '.join(notes)})" if notes else "")
         mark = "# " if absent else ""
         lines += [""] * (len(parts) == 1)
