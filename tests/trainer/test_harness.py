@@ -1,29 +1,22 @@
-"""lm-evaluation-harness takes a folder that `fit` wrote, as docs/TRAINING.md says; on a small local task."""
+"""`eval --tasks`: lm-evaluation-harness scores a student's folder as transformers does, without a network."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.trainer import runs
+from tests.trainer.test_cli import Done, run  # noqa: F401  a fixture
 
-pytestmark = pytest.mark.skipif(
-    not find_spec("lm_eval"), reason="lm-eval is not installed: it brings 300 MB for one test (pip install lm-eval)"
-)
-TASK = "teachercache_choice"
-QUESTIONS = [
-    {"prompt": "the cat sat on the", "choices": [" mat", " teacher", " function"], "label": 0},
-    {"prompt": "a student learns from a", "choices": [" sequence", " teacher", " mat"], "label": 1},
-    {"prompt": "packing puts documents one after the", "choices": [" cat", " row", " other"], "label": 2},
-    {"prompt": "def add(a, b): return a +", "choices": [" b", " none of them", " token"], "label": 0},
-]
+FOLDER = Path(__file__).resolve().parents[2] / "trainer/tasks"
+QUESTIONS = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text().splitlines()]
+ASKED = 12
 
 
 def expected_answers(folder: Path) -> list[int]:
@@ -33,11 +26,11 @@ def expected_answers(folder: Path) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     answers = []
-    for question in QUESTIONS:
+    for question in QUESTIONS[:ASKED]:
         scores = []
+        start = len(tokenizer(question["prompt"]).input_ids)
         for choice in question["choices"]:
-            start = len(tokenizer(question["prompt"]).input_ids)
-            ids = tokenizer(question["prompt"] + choice, return_tensors="pt").input_ids
+            ids = tokenizer(f"{question['prompt']} {choice}", return_tensors="pt").input_ids
             with torch.no_grad():
                 logprobs = model(ids).logits[0, :-1].log_softmax(-1)
             scores.append(logprobs.gather(1, ids[0, 1:, None])[start - 1 :].sum().item())
@@ -45,50 +38,82 @@ def expected_answers(folder: Path) -> list[int]:
     return answers
 
 
-def test_the_harness_scores_a_trained_folder_as_transformers_does(
-    cache_url: str, student: Path, tmp_path: Path
+@pytest.fixture
+def config(tmp_path: Path, student: Path) -> Path:
+    return runs.write_config(
+        tmp_path / "train.yaml", cache="s3://unread/cache", student=str(student), train={"threads": 1}
+    )
+
+
+def test_our_task_is_scored_as_transformers_does_and_asks_no_server(
+    run: Callable[..., Done],  # noqa: F811
+    config: Path,
+    student: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = runs.write_config(
-        tmp_path / "train.yaml", cache=cache_url, student=str(student), output=str(tmp_path / "run"),
-        data={"seq_len": 128}, train={"max_steps": 5, "threads": 1}, log={"tensorboard": False},
-    )  # fmt: skip
-    runs.fit_here(config)
-    final = tmp_path / "run" / "final"
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    (tasks / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    task = {
-        "task": TASK,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tasks / "questions.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{prompt}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "label",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (tasks / "choice.yaml").write_text(json.dumps(task))
-    command = [
-        sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={final},dtype=float32",
-        "--tasks", TASK, "--include_path", str(tasks), "--device", "cpu", "--output_path", str(tmp_path / "out"),
-        "--log_samples",
-    ]  # fmt: skip
-    environment = runs.environment(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
-    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    found = {}
-    for line in samples.read_text().splitlines():
-        sample = json.loads(line)
-        scores = [float(answer[0]) for answer in sample["filtered_resps"]]
-        found[sample["doc_id"]] = max(range(len(scores)), key=scores.__getitem__)
-    expected = expected_answers(final)
-    assert [found[index] for index in range(len(QUESTIONS))] == expected
-    (results,) = (tmp_path / "out").rglob("results_*.json")
-    accuracy = json.loads(results.read_text())["results"][TASK]["acc,none"]
-    print(f"{TASK}: accuracy {accuracy} over {len(QUESTIONS)} questions")
-    correct = [a == question["label"] for a, question in zip(expected, QUESTIONS, strict=True)]
-    assert accuracy == pytest.approx(sum(correct) / len(correct))
+    import socket
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    pytest.importorskip("lm_eval", reason="needs the package lm-eval")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    done = run("eval", config, "--tasks", "teachercache_choice", "--limit", ASKED, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["tasks"]
+    answers = expected_answers(student)
+    right = [answer == question["label"] for answer, question in zip(answers, QUESTIONS, strict=False)]
+    assert found["teachercache_choice.acc"] == pytest.approx(sum(right) / ASKED)
+    assert found["teachercache_choice.questions"] == ASKED
+    assert 0 < sum(right) < ASKED
+
+
+def test_the_questions_are_whole_and_their_labels_balanced() -> None:
+    assert len(QUESTIONS) == len({question["prompt"] for question in QUESTIONS}) == 48
+    assert all(len(set(question["choices"])) == 4 for question in QUESTIONS)
+    assert all(question.keys() == {"prompt", "choices", "label"} for question in QUESTIONS)
+    counts = [sum(question["label"] == label for question in QUESTIONS) for label in range(4)]
+    assert sum(counts) == 48
+    assert min(counts) >= 10
+
+
+def test_an_unknown_task_is_refused_by_name(
+    run: Callable[..., Done],  # noqa: F811
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = pytest.importorskip("lm_eval.tasks", reason="needs the package lm-eval")
+    ours_alone = partial(tasks.TaskManager, include_path=str(FOLDER), include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", lambda **_: ours_alone())  # the index of all takes 20 s
+    done = run("eval", config, "--tasks", "teachercache_choice,teachercache_chioce")
+    assert done.returncode == 2
+    assert "no task teachercache_chioce; expected teachercache_choice" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "teachercache_choice", "--text", "book.txt"], "give one of them"),
+        (["--limit", "3"], "--limit goes with --tasks"),
+    ],
+)
+def test_misuse_is_refused(
+    run: Callable[..., Done],  # noqa: F811
+    config: Path,
+    arguments: list[str],
+    said: str,
+) -> None:
+    done = run("eval", config, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_without_the_package_the_message_names_the_extra(
+    run: Callable[..., Done],  # noqa: F811
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    done = run("eval", config, "--tasks", "teachercache_choice")
+    assert done.returncode == 2
+    assert ".[harness]" in done.stderr
