@@ -24,7 +24,7 @@ from teachercache import configfile
 from teachercache.configfile import Section
 from teachercache.format.layout import NAME
 from teachercache.format.spec import Rows, SampledRows, TopKRows
-from teachercache.urls import check_url
+from teachercache.urls import check_url, refuse_read_only
 
 Kind = Literal["text", "messages", "input_ids", "prompt"]  # what a document is
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
@@ -334,6 +334,7 @@ class JobConfig(Section):
         inputs = (file for corpus in self.corpora for file in corpus.files)
         for url in (self.cache, self.corpus_root or "", self.teacher.model, *inputs):
             check_url(url)
+        refuse_read_only(self.cache)
         if self.rows.kind == "sampled" and self.teacher.engine == "vllm" and self.teacher.fast_path == "off":
             raise ValueError("rows of kind sampled are made in vLLM's worker; set teacher.fast_path to auto or require")
         size = self.recipe.windows.size

@@ -38,9 +38,11 @@ from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize as run_optimize
+from teachercache.upkeep.push import push as run_push
 from teachercache.upkeep.repeats import publish_without_repeats
 from teachercache.upkeep.thin import thin as run_thin
 from teachercache.upkeep.verify import verify as run_verify
+from teachercache.urls import refuse_credentials
 from teachercache.views import show
 from teachercache.views.catalog import THREADS, find_caches
 from teachercache.views.catalog import catalog as make_catalog
@@ -102,11 +104,16 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Make caches of a teacher's log-probabilities on S3 or local disk, look after them, train students from them.",
-    epilog="URL: s3://bucket/prefix, file:///folder or a plain path. S3: AWS_ENDPOINT_URL for the endpoint; keys from "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role.",
+    epilog="URL: s3://bucket/prefix, file:///folder, a plain path; to read, hf://datasets/ORG/NAME@REVISION too. "
+    "S3: AWS_ENDPOINT_URL for the endpoint; keys from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role.",
 )
 
-Url = Annotated[str, typer.Argument(help="s3://bucket/prefix, file:///folder or a path.", show_default=False)]
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="s3://bucket/prefix, file:///folder or a path; to read, hf://datasets/ORG/NAME too.", show_default=False
+    ),
+]
 ManifestNumber = Annotated[int | None, typer.Option("--manifest", "-m", help="Pin this manifest, not the newest.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 Split = Annotated[str | None, typer.Option(help="Only this split.")]
@@ -372,6 +379,31 @@ def export(
         written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
     value = {"files": [str(path) for path in written], "manifest": cache.manifest.number}
     answer(f"{len(written)} files in {to}", value, json_)
+
+
+@app.command()
+def push(
+    url: Url,
+    to: Annotated[str, typer.Argument(help="hf://datasets/ORG/NAME; made where it is missing.", show_default=False)],
+    manifest: ManifestNumber = None,
+    public: Annotated[bool, typer.Option("--public", help="Make a new data set public; else it is private.")] = False,
+    json_: Json = False,
+) -> None:
+    """Copy one manifest to a data set on the Hugging Face Hub, with a data card, as one commit.
+
+    The same command again completes a push that was ended, sends only what lacks, and adds a later manifest. Plans and
+    commits go along: they name input files and hosts. HF_TOKEN holds the token.
+
+    Example: teachercache push s3://bucket/cache hf://datasets/org/name
+    """
+    refuse_credentials(to)
+    cache = opened(url, manifest)
+    with progress_bar("uploading") as progress:
+        done = run_push(cache, to, public=public, progress=progress)
+    sent = f"{done.files} data files of {done.bytes:,} bytes and {done.objects} objects"
+    what = sent if done.objects else "nothing was lacking"
+    at = f"{to.rstrip('/')}@{done.commit}"
+    answer(f"manifest {cache.manifest.number} is at {at}: {what}", dataclasses.asdict(done) | {"url": at}, json_)
 
 
 @app.command()

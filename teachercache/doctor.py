@@ -129,7 +129,7 @@ def check_store(url: str, *, write: bool = True) -> list[Finding]:
     except TeacherCacheError as error:
         return [_store_failure("store: reading", error)]
     findings = [Finding("store: reading", OK, f"{url} can be listed; {_credentials(url)}")]
-    if not write:
+    if not write or url.startswith("hf://"):
         return findings
     try:
         store.probe()
@@ -154,6 +154,8 @@ def _store_failure(check: str, error: TeacherCacheError) -> Finding:
 
 def _credentials(url: str) -> str:
     """Return where the keys come from; never the keys."""
+    if url.startswith("hf://"):
+        return "HF_TOKEN is " + ("set" if os.environ.get("HF_TOKEN") else "not set")
     if not url.startswith(("s3://", "s3a://")):
         return "no credentials needed"
     places = {"ACCESS_KEY_ID": "the environment", "PROFILE": "a profile", "WEB_IDENTITY_TOKEN_FILE": "a web identity"}  # nosec B105: names

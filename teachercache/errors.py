@@ -96,7 +96,7 @@ class StoreUnavailable(TeacherCacheError):
     """The store does not answer, or keeps answering with errors that may pass."""
 
     code = "TC-E109"
-    remedy = "Check AWS_ENDPOINT_URL and the network, and run the same command again."
+    remedy = "Check AWS_ENDPOINT_URL (for hf://, HF_ENDPOINT) and the network, and run the same command again."
 
 
 class Exists(TeacherCacheError):
@@ -109,6 +109,13 @@ class Exists(TeacherCacheError):
         """Say which name is taken."""
         super().__init__(f"{path} exists already, with other content")
         self.path = path
+
+
+class StaleParent(TeacherCacheError):
+    """The Hub's data set got another commit while a push ran; nothing of the push is visible."""
+
+    code = "TC-E111"
+    remedy = "Run the same command again: what was uploaded is not sent again."
 
 
 def _short(value: Any) -> str:
@@ -142,7 +149,7 @@ class StoreDenied(UsageError):
     """The store refused the credentials, or they may not do what was asked."""
 
     code = "TC-E203"
-    remedy = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role that may do it."
+    remedy = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role that may do it; for hf://, HF_TOKEN."
 
 
 class NotACache(UsageError):

@@ -53,6 +53,15 @@ def check_url(url: str) -> None:
         )
 
 
+def refuse_read_only(url: str) -> None:
+    """Raise UsageError for a URL that is read only. For every URL that something is written to."""
+    if url.startswith("hf://"):
+        raise UsageError(
+            f"{url!a} is read only: write the cache to s3:// or a folder, then run "
+            "`teachercache push CACHE hf://datasets/ORG/NAME`."
+        )
+
+
 def refuse_credentials(url: str, what: str = "") -> None:
     """Raise UsageError for a URL that holds credentials, without repeating it; `what` is what the message calls it.
 

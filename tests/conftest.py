@@ -10,6 +10,8 @@ from contextlib import ExitStack
 import fsspec
 import pytest
 
+from tests import fake_hub
+from tests.fake_hub import FakeHub
 from tests.servers import Server, serve
 
 # TEACHERCACHE_TEST_S3 = endpoint of one more server, with the keys of tests/servers.py; see scripts/protocol_on_radosgw.sh.
@@ -73,6 +75,28 @@ def unsafe_s3_url(
 ) -> str:
     """URL of a fresh bucket on each S3 server that ignores If-None-Match, one after the other."""
     return _use(s3_server(request.param), monkeypatch)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[FakeHub]:
+    """A Hugging Face Hub on this machine that the Hub's client in this process and its children asks; HF_TOKEN may write."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import close_session
+
+    with fake_hub.serve() as hub:
+        close_session()
+        values = {
+            "HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False, "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_CACHE": str(tmp_path / "hf/hub"), "HF_TOKEN": "hf_write",
+        }  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(int(value)) if isinstance(value, bool) else value)
+            if name != "HF_TOKEN":
+                monkeypatch.setattr(constants, name.removeprefix("HF_") if name == "HF_ENDPOINT" else name, value)
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield hub
+        close_session()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,7 +18,7 @@ from teachercache import configfile
 from teachercache.configfile import Section
 from teachercache.format.layout import NAME
 from teachercache.format.spec import Rows, SampledRows, TopKRows
-from teachercache.urls import check_url
+from teachercache.urls import check_url, refuse_read_only
 from trainer.losses.options import LossOptions, Method, Objective
 
 OTHER_NAMES = {"learning_rate": "lr"}
@@ -377,6 +377,12 @@ class TrainerConfig(Section):
     @classmethod
     def _right_urls(cls, url: str | None) -> str | None:
         check_url(url or "")
+        return url
+
+    @field_validator("output")
+    @classmethod
+    def _output_is_written(cls, url: str | None) -> str | None:
+        refuse_read_only(url or "")
         return url
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ RUNS = "runs/"  # students that were trained from the cache; advisory
 TOKENIZER = "tokenizer/"
 NAMED_TEMPLATES = "additional_chat_templates"  # of a tokenizer: NAME.jinja, next to the default template
 INDEX = "index.json"  # of the tokenizer's files
+OF_THE_HUB = {"README.md", ".gitattributes"}  # what a data set on the Hub has besides the cache
 PROBES = "probes/"  # scratch of the start-up probe and of reading the server's clock; `gc` removes leftovers
 
 SHARD_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,126}[A-Za-z0-9])?")
@@ -172,7 +173,7 @@ def is_strange(path: str) -> bool:
 
     Every command ignores these; `verify` names them.
     """
-    if path == SPEC or path.startswith(PROBES) or manifest_number(path) is not None:
+    if path == SPEC or path in OF_THE_HUB or path.startswith(PROBES) or manifest_number(path) is not None:
         return False
     known = (
         _DATA_PATH, _COMMIT_PATH, _PLAN_PATH, _QUARANTINE_PATH, _PART_PATH, _KEYS_PATH, _LEASE_PATH, _TOKENIZER_PATH,

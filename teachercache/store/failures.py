@@ -1,6 +1,6 @@
 """What an object store's errors mean: classify them, explain them, wait until an outage is over. The only such place.
 
-s3fs, botocore, aiohttp and operating systems say "not now", "not you" and "not there" in a hundred ways. Their
+s3fs, botocore, aiohttp, the Hub's client and operating systems say "not now", "not you" and "not there" in a hundred ways. Their
 classes are known by name here: none of the libraries is imported for a local path. Vendors differ in the code, and
 gateways answer in HTML or with nothing: where the body has no code that is known, the HTTP status says what is meant.
 """
@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 from teachercache.errors import (
     Exists,
     MissingObject,
+    NotACache,
+    StaleParent,
     StoreDenied,
     StoreUnavailable,
     StoreUnsafe,
@@ -88,6 +90,9 @@ _TRANSIENT_NAMES = {
     "ResponseStreamingError", "HTTPClientError", "ClientPayloadError", "ServerDisconnectedError", "ClientOSError",
     "FSTimeoutError", "IncompleteRead", "ClientConnectorError", "ClientConnectionError", "ProxyConnectionError",
     "SSLError",
+    # of the Hub's client
+    "ConnectError", "ConnectTimeout", "PoolTimeout", "ReadError", "ReadTimeout", "RemoteProtocolError", "WriteError",
+    "WriteTimeout",
 }  # fmt: skip
 _TRANSIENT_ERRNO = {
     errno.EBUSY, errno.EREMOTEIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE,
@@ -104,6 +109,8 @@ def classify(error: BaseException) -> Kind:
     if isinstance(error, TeacherCacheError):
         return next((kind for known, kind in _OURS.items() if isinstance(error, known)), "other")
     code, status, name = error_code(error), http_status(error), type(error).__name__
+    if name == "OfflineModeIsEnabled":
+        return "other"
     if isinstance(error, FileExistsError) or code in _EXISTS_CODES:
         return "exists"
     if code in _TRANSIENT_CODES:
@@ -151,6 +158,8 @@ def _answer(error: BaseException | None) -> dict[str, Any] | None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
             return response
+        if isinstance(status := getattr(response, "status_code", None), int):
+            return {"ResponseMetadata": {"HTTPStatusCode": status}}
         error = error.__cause__
     return None
 
@@ -162,6 +171,8 @@ def _said(error: BaseException) -> str:
 
 def endpoint_of(fs: object) -> str:
     """Return where a file system sends its requests, without credentials: "http://host:9000" or "the default endpoint"."""
+    if getattr(fs, "protocol", None) == "hf":
+        return hide_credentials(str(getattr(fs, "endpoint", "")))
     asked = getattr(fs, "endpoint_url", None) or (getattr(fs, "client_kwargs", None) or {}).get("endpoint_url")
     asked = asked or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return hide_credentials(asked) if asked else "the default endpoint"
@@ -186,6 +197,8 @@ def explain(
     kind, code = classify(error), error_code(error) or type(error).__name__
     name = f"{url}/{path}" if path else url
     where = "" if local else f" at {endpoint or endpoint_of(None)}"
+    if url.startswith("hf://"):
+        return _explain_hub(error, kind, code, url, name, where)
     if code == "NoSuchBucket":
         return UsageError(
             f"the bucket s3://{urlsplit(url).netloc} does not exist{where}; create it or correct the URL."
@@ -226,6 +239,42 @@ def explain(
             f"{url} cannot be reached with these settings ({type(error).__name__}: {said}); check AWS_PROFILE, "
             "AWS_ENDPOINT_URL (http://host:port) and the bucket's name."
         )
+    return error
+
+
+def _explain_hub(error: Exception, kind: Kind, code: str, url: str, name: str, where: str) -> Exception:
+    """Return the user's error for one of the Hub's client, or the error itself where it says nothing about the Hub."""
+    causes, cause = set(), error.__cause__
+    while cause is not None:
+        causes.add(type(cause).__name__)
+        cause = cause.__cause__
+    causes.add(type(error).__name__)
+    if "GatedRepoError" in causes:
+        return StoreDenied(f"{url}{where} is gated: accept its terms on its page and set HF_TOKEN.")
+    if "RepositoryNotFoundError" in causes:
+        return NotACache(
+            f"{url}{where}: there is no such data set, or it is private; check the name, and set HF_TOKEN to a token "
+            "that may read it."
+        )
+    if "RevisionNotFoundError" in causes:
+        return NotACache(f"{url}{where}: the data set has no such revision; expected a branch, a tag or a commit.")
+    if "OfflineModeIsEnabled" in causes:
+        return UsageError(f"{url} cannot be reached: HF_HUB_OFFLINE is set.")
+    if kind == "exists":
+        return StaleParent(
+            f"{url} got another commit while this ran; nothing of this push is visible, so run it again."
+        )
+    if kind == "denied" and code != "400":
+        return StoreDenied(
+            f"{url}{where} refused access ({code}); set HF_TOKEN to a valid token with the right to read, or to write "
+            "for a push."
+        )
+    if kind == "missing":
+        return MissingObject(f"{name} does not exist{where}.")
+    if kind == "transient":
+        return StoreUnavailable(f"{url}{where} does not answer ({code}); check HF_ENDPOINT, or try again later.")
+    if _answer(error) is not None:
+        return UsageError(f"{url}{where} refused the request ({code}).")
     return error
 
 

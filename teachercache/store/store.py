@@ -2,7 +2,7 @@
 
 Everything that the protocol needs from a store is here: a conditional create that tells a lost acknowledgement from
 another writer's object, listings that are never cached, bounded retries, and errors without credentials. Works on
-`s3://`, `file://` or a plain path. Endpoint and keys come from the usual chain:
+`s3://`, `file://` or a plain path, and reads `hf://datasets/ORG/NAME`. Endpoint and keys come from the usual chain:
 AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, profiles, instance roles.
 """
 
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
@@ -40,7 +41,7 @@ from teachercache.errors import (
 from teachercache.format import layout
 from teachercache.format.sealed import MAX_JSON_BYTES
 from teachercache.store.failures import classify, endpoint_of, error_code, explain, http_status
-from teachercache.urls import NO_CREDENTIALS, check_url, refuse_credentials
+from teachercache.urls import NO_CREDENTIALS, check_url, refuse_credentials, refuse_read_only
 
 _NO_LINKS_ERRNO = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 T = TypeVar("T")
@@ -92,12 +93,21 @@ class Store:
     def open(cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
         """Return a store rooted at `url`: s3://, file:// or a plain path. Touches nothing yet.
 
-        Raises UsageError for any other URL, and for one (or an endpoint) that holds credentials.
+        `hf://datasets/ORG/NAME[@REVISION]` is read only, and stays at the commit that it means now: the Hub is asked
+        for that, and for the list of its files. Raises UsageError for any other URL, and for one (or an endpoint) that
+        holds credentials.
         """
         url = os.fspath(url)
         check_url(url)
         options: dict[str, Any] = dict(storage_options or {})
         scheme = urlsplit(url).scheme if "://" in url else "file"
+        if scheme == "hf":
+            from teachercache.store import hub
+
+            store = cls(files := hub.HubFiles(skip_instance_cache=True, **options), "", url)
+            store.root = store._retry("", partial(hub.open_commit, files, url))
+            store.url = f"hf://{store.root}"
+            return store
         if scheme in ("s3", "s3a"):
             bucket = urlsplit(url).netloc
             if "?" in url:
@@ -111,7 +121,7 @@ class Store:
             options["config_kwargs"] = S3_CONFIG | dict(options.get("config_kwargs", {}))
         elif scheme not in ("file", "local"):
             raise UsageError(
-                f"{scheme}:// is not supported; expected s3://, file:// or a plain path, found {url!r}. "
+                f"{scheme}:// is not supported; expected s3://, file://, hf://datasets/ORG/NAME or a plain path, found {url!r}. "
                 "deploy/storage/README.md says how other stores are reached."
             )
         if "://" not in url:  # the path as it is: no reader of these URLs takes %20 for a blank
@@ -156,6 +166,7 @@ class Store:
         check it only on a plain PUT are common; that is why data files carry their attempt in their name, and only
         small objects (commits, manifests) decide races.
         """
+        refuse_read_only(self.url)
         began = time.monotonic()
         for attempt in range(TRIES):
             try:
@@ -182,6 +193,7 @@ class Store:
 
         `data` is the content, or a local file of any size. On a local disk the file is synced and renamed into place.
         """
+        refuse_read_only(self.url)
         self._retry(path, lambda: self._put(path, data, new=False))
 
     def read(self, path: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -262,6 +274,7 @@ class Store:
 
     def delete(self, path: str) -> None:
         """Remove an object; a missing one is fine. Nothing that a manifest names is ever deleted, except by `gc`."""
+        refuse_read_only(self.url)
         with suppress(MissingObject):
             self._retry(path, lambda: self.fs.rm_file(self._full(path)))
 
@@ -279,6 +292,7 @@ class Store:
 
         Costs about 20 requests. Leaves nothing behind where deletion is allowed.
         """
+        refuse_read_only(self.url)
         self._bucket_must_exist()
         path = f"{layout.PROBES}{uuid.uuid4().hex}"
         try:

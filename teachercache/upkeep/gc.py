@@ -20,6 +20,7 @@ from teachercache.format.spec import CacheSpec
 from teachercache.store.ledger import Ledger, read_sealed
 from teachercache.store.liveness import is_dead, is_void
 from teachercache.store.store import ObjectInfo, Store
+from teachercache.urls import refuse_read_only
 from teachercache.write.attempt import GRACE_SECONDS
 
 MIN_GRACE_SECONDS = 60.0
@@ -63,6 +64,7 @@ def collect(
     keep_manifests: expire all but this many of the newest; None keeps every manifest. Runs pinned to an expired one end
     with an error that says so. Every process that writes to the cache must use the same grace period.
     """
+    refuse_read_only(store.url)
     if grace_seconds < MIN_GRACE_SECONDS:
         raise UsageError(
             f"a grace period of {grace_seconds:g} s would collect running uploads; expected {MIN_GRACE_SECONDS:g} s or more."

@@ -17,7 +17,7 @@ from teachercache.errors import UsageError
 from teachercache.format.objects import MAX_FILE_BYTES, ManifestFile
 from teachercache.parquet.codecs import get_codec
 from teachercache.read.cache import Cache
-from teachercache.views.show import summary
+from teachercache.views.card import data_card
 
 TARGET_BYTES = 500 * 2**20
 THREADS = 16  # footers read at the same time
@@ -60,7 +60,8 @@ def export(
                 progress(done, len(cache.manifest.files))
         if writer is not None:
             writer.close()
-    (folder / "README.md").write_text(data_card(cache), encoding="utf-8")
+    paths = {split: [f"data/{split}/*.parquet"] for split in cache.splits}
+    (folder / "README.md").write_text(data_card(cache, {"default": paths}), encoding="utf-8")
     identity = json.dumps(cache.spec.model_dump(mode="json"), indent=2)
     (folder / "teacher.json").write_text(identity + "\n", encoding="utf-8")
     with suppress(UsageError):  # the cache holds no tokenizer, which is allowed
@@ -81,62 +82,3 @@ def _meta_types(cache: Cache) -> dict[str, pa.DataType]:
             for name, kind in found.items():
                 types[name] = kind if types.get(name, kind) == kind else pa.string()
     return types
-
-
-def data_card(cache: Cache) -> str:
-    """Return README.md of the data set: YAML that the hub reads, then what a person wants to know."""
-    data = summary(cache)
-    teacher = data["teacher"]
-    configs = "".join(f"  - split: {s.replace('-', '_')}\n    path: data/{s}/*.parquet\n" for s in cache.splits)
-    parts = "\n".join(
-        f"| {p['split']} | {p['source']} | {p['documents']:,} | {p['tokens']:,} | {p['rows']:,} |"
-        for p in data["parts"]
-    )
-    name = json.dumps(teacher["name"])
-    if cache.spec.rows.kind == "sampled":
-        title, outside = f"{data['top_k']} sampled weights", "exact entries"
-        rows = (
-            f"{data['top_k']} weights on distinct next tokens that sum to 1 and whose mean over draws is the teacher's\n"
-            "probability of each token of the vocabulary"
-        )
-        columns = "`exact` entries by descending log-probability, then drawn ids ascending, all with one weight"
-    else:
-        title, outside = f"Top-{data['top_k']} log-probabilities", str(data["top_k"])
-        rows = (
-            f"the teacher's {data['top_k']} most probable next tokens with their\nlog-probabilities of the full softmax"
-        )
-        columns = "by descending log-probability; values rounded to float16"
-    exact = "| exact | list<uint16>[r] | how many entries of a row are not drawn |\n" * (
-        cache.spec.rows.kind == "sampled"
-    )
-    return f"""---
-pretty_name: {json.dumps(title + " of " + teacher["name"])}
-tags: [knowledge-distillation, logprobs, teachercache]
-base_model: {name}
-configs:
-- config_name: default
-  data_files:
-{configs}---
-# Next-token log-probabilities of {teacher["name"]}
-
-For every position of {data["documents"]:,} documents: {rows}, the teacher's entropy, and the log-probability of the token
-that followed (natural logarithms, temperature 1). Exported from a teachercache, manifest {data["manifest"]} of {data["created"]}.
-
-| split | source | documents | tokens | rows |
-|---|---|---|---|---|
-{parts}
-
-| column | type | meaning |
-|---|---|---|
-| doc_id, window, start | string, int32, int32 | document, index of the window, offset of its first token |
-| input_ids | list<int32>[n] | the tokens that the teacher saw |
-| row_pos | list<int32>[r] | positions that have a row; row i is the distribution of token row_pos[i] + 1 |
-| topk_ids, topk_logprobs | list<fixed_size_list[{data["top_k"]}]>[r] | {columns} |
-| tail_logprob | list<float>[r] | log of the mass outside the {outside} |
-| entropy | list<float>[r] | −Σ p log p of the teacher, in nats; null where the engine could not say |
-| target_logprob | list<float>[r] | log-probability of the token that follows; null where it lies outside |
-{exact}| loss_mask | list<bool>[r] | false where the next token must not be learnt |
-
-Teacher: `{teacher["name"]}` revision `{teacher["revision"]}`, engine {teacher["engine"]}, {teacher["dtype"]}, head in
-{teacher["head_dtype"]}; the full identity is in teacher.json. Texts keep the licences of their sources; see the meta_ columns.
-"""

@@ -18,6 +18,7 @@ from teachercache.format.spec import CacheSpec
 from teachercache.parquet.datafile import ROWS_PER_GROUP
 from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
+from teachercache.urls import refuse_read_only
 from teachercache.write.attempt import GRACE_SECONDS, CommitResult, ShardAttempt
 from teachercache.write.publish import publish
 from teachercache.write.reuse import ReuseIndex
@@ -39,6 +40,7 @@ def create(
     SpecMismatch, which names every field that differs; nothing is written then. `tokenizer_files` is a folder whose
     tokenizer files go into the cache, so that a reader needs nothing else.
     """
+    refuse_read_only(os.fspath(url))
     store = Store.open(url, storage_options)
     try:
         existing = Ledger(store).spec()
@@ -76,6 +78,7 @@ class CacheWriter:
 
         Every writer and collector of a cache must have the same `grace_seconds`.
         """
+        refuse_read_only(store.url)
         self.store, self.spec, self.ledger = store, spec, Ledger(store, spec)
         self.codec, self.grace_seconds, self.rows_per_group = codec, grace_seconds, rows_per_group
 
