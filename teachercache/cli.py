@@ -38,15 +38,15 @@ from teachercache.store.ledger import Ledger
 from teachercache.store.store import Store
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize as run_optimize
-from teachercache.upkeep.push import push as run_push
 from teachercache.upkeep.repeats import publish_without_repeats
 from teachercache.upkeep.thin import thin as run_thin
 from teachercache.upkeep.verify import verify as run_verify
-from teachercache.urls import refuse_credentials
+from teachercache.urls import refuse_credentials, refuse_read_only
 from teachercache.views import show
 from teachercache.views.catalog import THREADS, find_caches
 from teachercache.views.catalog import catalog as make_catalog
 from teachercache.views.export import export as run_export
+from teachercache.views.push import push as run_push
 from teachercache.views.report import SAMPLE_FILES
 from teachercache.views.report import report as make_report
 from teachercache.write.attempt import GRACE_SECONDS
@@ -339,6 +339,7 @@ def catalog(
 
     Example: teachercache catalog s3://bucket/team --out site
     """
+    refuse_read_only(out)
     site = Store.open(out)
     with progress_bar("looking into folders") as progress:
         found = find_caches(Store.open(url), depth, progress)

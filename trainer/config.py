@@ -379,12 +379,6 @@ class TrainerConfig(Section):
         check_url(url or "")
         return url
 
-    @field_validator("output")
-    @classmethod
-    def _output_is_written(cls, url: str | None) -> str | None:
-        refuse_read_only(url or "")
-        return url
-
     @model_validator(mode="after")
     def _consistent(self) -> TrainerConfig:
         if self.cache is None and not self.data.caches:
@@ -394,6 +388,8 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"{key} and data.caches are both set: drop one; an entry of data.caches has its own manifest"
             )
+        for written in (self.output, *(cache.url for cache in self.caches if self.train.register)):
+            refuse_read_only(written or "")
         if self.loss.method == "online" and self.teacher is None:
             raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
         if self.loss.method != "online" and self.loss.tail is None:

@@ -21,6 +21,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     disable_progress_bars,
     hf_raise_for_status,
     http_backoff,
+)
+from huggingface_hub.utils import (
     logging as hub_logging,
 )
 
@@ -31,7 +33,10 @@ from teachercache.urls import refuse_credentials
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 _URL = re.compile(rf"hf://datasets/(?P<repo>{_NAME}/{_NAME})(@(?P<revision>[A-Za-z0-9][A-Za-z0-9_.%-]*))?/?")
 READ_TIMEOUT_S = 60.0
-for _logger in ("httpx", "httpx2"):  # of the Hub's client: their lines quote URLs, which are signed where they lead elsewhere
+for _logger in (
+    "httpx",
+    "httpx2",
+):  # of the Hub's client: their lines quote URLs, which are signed where they lead elsewhere
     logging.getLogger(_logger).setLevel(logging.WARNING)
 MOST_FILES = 25_000  # that one commit takes
 

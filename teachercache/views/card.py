@@ -179,9 +179,13 @@ def _licence(before: str) -> str:
 
 
 def _added(before: str) -> str:
-    return before.partition(YOURS)[2] or "\n"
+    """Return what people wrote: all below the mark, or the whole text of a card that has none."""
+    if YOURS in before:
+        return before.partition(YOURS)[2]
+    text = re.sub(r"\A---\n.*?\n---\n", "", before, flags=re.DOTALL).strip()
+    return f"\n\n{text}\n" if text else "\n"
 
 
 def _line(text: str) -> str:
-    """Return a name as it stands in a table: on one line, without what ends a cell or a code span."""
+    """Return a name for a cell of a table: on one line, without what ends a cell or a code span."""
     return " ".join(text.split()).replace("|", "/").replace("`", "'")

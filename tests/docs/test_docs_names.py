@@ -80,6 +80,7 @@ def test_the_reading_of_commands_finds_them() -> None:
 
 # Commands that a page names in passing and no block runs: what runs them.
 ELSEWHERE = {("teachercache", name): "tests/teachercache/test_cli.py" for name in ("export", "thin")}
+ELSEWHERE["teachercache", "push"] = "tests/teachercache/test_hub.py"
 
 
 def test_every_command_that_a_page_names_is_run() -> None:

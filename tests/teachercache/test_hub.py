@@ -36,10 +36,10 @@ from teachercache.store.store import Store
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
-from teachercache.upkeep.push import push
 from teachercache.upkeep.thin import thin
 from teachercache.upkeep.verify import verify
 from teachercache.views.card import YOURS
+from teachercache.views.push import push
 from tests.fake_hub import SIGNATURE, Refuse
 from tests.teachercache.caches import SPEC, in_a_fork
 from tests.waiting import wait_for
@@ -438,17 +438,19 @@ def test_the_card_says_what_it_is_and_how_to_load_it(hub, cache):
 
 
 def test_what_people_add_to_the_card_is_kept(hub, cache):
+    hub.publish("datasets", NAME, {"README.md": b"---\nlicense: mit\n---\n# Soon\n"})
     push(teachercache.open(cache, 1), URL)
+    assert hub.files(NAME)["README.md"].endswith(f"{YOURS}\n\n# Soon\n".encode())
     files = hub.files(NAME)
     card = files["README.md"].decode()
     files["README.md"] = (
-        card.replace("tags:", "license: apache-2.0\ntags:").replace(YOURS, f"{YOURS}\nAsk Ada.").encode()
+        card.replace('license: "mit"', "license: apache-2.0").replace(YOURS, f"{YOURS}\nAsk Ada.").encode()
     )
     hub.publish("datasets", NAME, files)
     push(teachercache.open(cache, 2), URL)
     card = hub.files(NAME)["README.md"].decode()
     assert "manifest 2" in card
-    assert card.endswith(f"{YOURS}\nAsk Ada.\n")
+    assert card.endswith(f"{YOURS}\nAsk Ada.\n\n# Soon\n")
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
     assert "| licence | apache-2.0; " in card
 

@@ -50,10 +50,10 @@ def push(
     """Make the cache's manifest readable at hf://datasets/ORG/NAME; makes the data set, private unless `public`.
 
     Data files go first, checked against their digests; then one commit makes manifest, files and card visible together,
-    under the condition that nobody else committed meanwhile. Manifests that were pushed before stay. Repeating it
+    on condition that no other commit came meanwhile. Manifests that were pushed before stay. Repeating it
     completes a push that was ended, and sends only what the Hub lacks.
 
-    Raises StaleParent where somebody else committed, SpecMismatch where the data set is the cache of another teacher,
+    Raises StaleParent where one came, SpecMismatch where the data set is the cache of another teacher,
     UsageError where it holds an object of the same name and other content.
     """
     from teachercache.store import hub
