@@ -35,6 +35,7 @@ from tests.docs.markdown import RUNNERS, Block, anchor, blocks, headings, links
 from tests.servers import Server
 from tests.trainer.tiny import make_model
 from trainer.config import load_config
+from trainer.model.init_student import init_student
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from demo_services import BIN, ray_head
@@ -60,6 +61,7 @@ STAND_INS: dict[str, dict[str, str]] = {
         "seq_len: 32768, batch_tokens: 131072": "seq_len: 128, batch_tokens: 256",
         "seq_len=4096": "seq_len=128",
     },
+    "docs/INTEGRATIONS.md": {"seq_len=4096": "seq_len=128"},
     "docs/OPERATIONS.md": {"build/models/smollm2-135m": "$TINY"},
     "docs/FORMAT.md": {"['s3://bucket/cache/data/…parquet']": "$FILES"},
 }
@@ -153,6 +155,8 @@ def fill(page: Page, tiny: Path, corpus: Path) -> None:
     for block in blocks(page.path):  # a reader may use a file before the page shows it
         if block.file_name:
             (page.folder / block.file_name).write_text(page.code(block))
+    if page.path.name == "INTEGRATIONS.md":
+        init_student(tiny, build / "student", layers="every-2")
     if page.path.name == "OPERATIONS.md":
         tree = job_tree("s3://teachercache/notes", tiny, corpus, executor="inline")
         write_job(page.folder / "job.yaml", tree)

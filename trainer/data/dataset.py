@@ -130,6 +130,10 @@ class PackedCache(SharedOrder):
                 )
         return state
 
+    def load_state(self, state: State) -> None:
+        """Continue with the sequence after `state`; TeacherCacheError as of `checked`."""
+        self._after = self.checked(state)
+
     @property
     def total_tokens(self) -> int:
         """Return the tokens of one epoch, by the manifest."""
