@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def main(student: str, url: str, output: str) -> None:
+    faulthandler.dump_traceback_later(60, exit=True)  # a hang says where
     torch.set_num_threads(1)
     trainer = WatchedTrainer(
         load_student(Path(student), dtype=torch.float32, device=torch.device("cpu")),
