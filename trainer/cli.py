@@ -93,8 +93,11 @@ def evaluate(
         _print(evaluate_tasks(config, [name.strip() for name in tasks.split(",")], limit=limit), as_json, "eval")
         return
     from trainer.evaluate import evaluate_cache, evaluate_text
+    from trainer.limits import evaluation_explained
 
-    _print(evaluate_text(config, text) if text else evaluate_cache(config, split), as_json, "eval")
+    with evaluation_explained(config):
+        result = evaluate_text(config, text) if text else evaluate_cache(config, split)
+    _print(result, as_json, "eval")
 
 
 @app.command("plan")

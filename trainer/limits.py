@@ -21,7 +21,7 @@ LOW_BYTES = {"auto": 2, "split": 2, "float32": 4, "stochastic": 0}
 
 
 class OutOfMemory(TeacherCacheError):
-    """A step does not fit the GPU's memory; the newest checkpoint is whole."""
+    """A step, or an evaluation, does not fit the GPU's memory; the newest checkpoint is whole."""
 
     code = "TC-T104"
     remedy = "Try the settings that the message names, in their order."
@@ -63,7 +63,7 @@ def explained(config: TrainerConfig, place: Path, needed: int) -> Iterator[None]
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(_memory_line(str(error), config)) from error
+        raise OutOfMemory(_memory_line(str(error), next_settings(config))) from error
     except TeacherCacheError:
         raise
     except Exception as error:
@@ -73,6 +73,17 @@ def explained(config: TrainerConfig, place: Path, needed: int) -> Iterator[None]
             f"the disk of {place} is full ({_size(_free(place))} free, a checkpoint has about {_size(needed)}): nothing "
             "half-written was kept and the newest checkpoint is whole; free space and run the same command to go on from there"
         ) from error
+
+
+@contextmanager
+def evaluation_explained(config: TrainerConfig) -> Iterator[None]:
+    """Turn a lack of GPU memory in an evaluation into an error of one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        tries = ["no teacher="] if config.teacher else []
+        tries += [f"data.seq_len={max(2, config.data.seq_len // 2)}", "no other process on this GPU", "a larger GPU"]
+        raise OutOfMemory(_memory_line(str(error), tries)) from error
 
 
 def _is_full(error: BaseException | None, place: Path, needed: int) -> bool:
@@ -96,13 +107,13 @@ def _size(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
-def _memory_line(said: str, config: TrainerConfig) -> str:
+def _memory_line(said: str, tries: list[str]) -> str:
     asked = re.search(r"allocate ([\d.]+ \w+)", said)
     total = re.search(r"capacity of ([\d.]+ \w+)", said)
     free = re.search(r"of which ([\d.]+ \w+) is free", said)
     have = f", with {free[1]} free of {total[1]}" if free and total else ""
     need = f"{asked[1]} more were needed{have}" if asked else "torch names no size"
-    return f"out of GPU memory: {need}; try, in this order: {'; '.join(next_settings(config)[:3])}"
+    return f"out of GPU memory: {need}; try, in this order: {'; '.join(tries[:3])}"
 
 
 def next_settings(config: TrainerConfig) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from teachercache.errors import UsageError
 from tests.trainer import runs
 from tests.trainer.test_cli import Done, run  # noqa: F401  a fixture
-from trainer import fit, limits, resume
+from trainer import evaluate, fit, limits, resume
 from trainer.checkpoint import CheckpointFolder
 from trainer.config import load_config
 from trainer.model.student import load_student
@@ -57,6 +57,23 @@ def test_out_of_gpu_memory_is_one_line_with_the_next_three_settings(
     )
     monkeypatch.undo()
     assert runs.fit_here(config, "data.seq_len=32768", "train.checkpointing=full")["steps"] >= 2  # what it says to try
+
+
+def test_an_evaluation_out_of_gpu_memory_is_one_line_too(
+    config: Path,
+    run: Callable[..., Done],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hidden_states(*_: Any) -> None:
+        raise torch.OutOfMemoryError(SAID)
+
+    monkeypatch.setattr(evaluate.student, "hidden_states", hidden_states)
+    done = run("eval", config, "eval.split=train")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "error: out of GPU memory: 2.50 GiB more were needed, with 1.25 GiB free of 139.72 GiB; try, in this order: "
+        "data.seq_len=64; no other process on this GPU; a larger GPU [TC-T104]"
+    )
 
 
 @pytest.mark.parametrize(
