@@ -264,15 +264,21 @@ class DataFile:
         """Return the Parquet footer."""
         return self._file.metadata
 
-    def group_bytes(self, i: int) -> int:
-        """Return about how much memory a row group takes with all its columns, from the footer."""
-        leaves = leaves_of(self.footer, [*self._codec.columns(), *self._meta_columns])
-        return group_bytes(self.footer, i, (leaf for found in leaves.values() for leaf in found))
-
     def meta_types(self) -> dict[str, pa.DataType]:
         """Return name -> type of each column of the corpus."""
         schema = self.footer.schema.to_arrow_schema()
         return {name.removeprefix(META_PREFIX): schema.field(name).type for name in self._meta_columns}
+
+    def group_bytes(self, i: int, columns: set[str] | None = None) -> int:
+        """Return an upper bound of the memory that `read_group` takes, without repeated strings."""
+        return group_bytes(self.footer, i, self._leaves(columns))
+
+    def _names(self, columns: set[str] | None) -> list[str]:
+        names = sorted(self._codec.columns()) if columns is None else self._codec.physical_columns(columns)
+        return [*names, *self._meta_columns] if columns is None or "meta" in columns else list(names)
+
+    def _leaves(self, columns: set[str] | None) -> list[int]:
+        return [leaf for found in leaves_of(self.footer, self._names(columns)).values() for leaf in found]
 
     def read_group(self, i: int, columns: set[str] | None = None, *, check: bool = True) -> Block:
         """Read one row group; `columns` are Record fields, None = all.
@@ -281,14 +287,9 @@ class DataFile:
         unless `check` is off: for who calls `check_record`.
         """
         entry = self.entry
-        names = sorted(self._codec.columns()) if columns is None else self._codec.physical_columns(columns)
-        if columns is None or "meta" in columns:
-            names = [*names, *self._meta_columns]
         with _explained(entry, f"row group {i} cannot be decoded"):
-            leaves = leaves_of(self.footer, names)
-            chunks = chunks_of(self.footer, i, (leaf for found in leaves.values() for leaf in found))
-            self._check_pages(chunks)
-            table = self._file.read_row_group(i, columns=names, use_threads=False)
+            self._check_pages(chunks_of(self.footer, i, self._leaves(columns)))
+            table = self._file.read_row_group(i, columns=self._names(columns), use_threads=False)
             if (size := text_bytes(table)) > MAX_TEXT_BYTES:
                 raise UnsafeManifest(
                     f"{entry.path}: row group {i} holds {size:,} bytes of text, limit {MAX_TEXT_BYTES:,}; it was made to harm "

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from teachercache.errors import CorruptFile, UsageError
+from teachercache.errors import CorruptFile, UnsafeManifest, UsageError
 from teachercache.format.objects import Manifest, ManifestFile
 from teachercache.format.record import Record
 from teachercache.format.spec import CacheSpec
@@ -39,6 +39,8 @@ from teachercache.store.store import Store
 
 STATE_VERSION = 1
 FOOTERS = 256  # kept in memory; a footer is some tens of KB
+GROUP_BYTES = 2**27  # decoded, of a row group as our writer makes them
+SPARE_BYTES = 2**29  # what the row groups of a span may take beyond that, together
 RowGroup = tuple[int, int]  # index into files, number within the file
 Span = tuple[int, int, list[RowGroup]]  # epoch, number within it, its row groups
 Place = tuple[RowGroup, int]  # where a record lies: its row group, and which record of it
@@ -67,6 +69,23 @@ class StreamOptions:
             raise UsageError(f"rank {self.rank} must lie in [0, world_size {self.world_size}).")
         if min(self.prefetch, self.shuffle_groups) < 1:
             raise UsageError(f"prefetch {self.prefetch} and shuffle_groups {self.shuffle_groups} must be at least 1.")
+
+
+class _Room:
+    """Memory for the row groups that are in memory at once. Thread-safe."""
+
+    def __init__(self, size: int):
+        self._size, self._left, self._lock = size, size, threading.Lock()
+
+    def take(self, path: str, size: int) -> None:
+        with self._lock:
+            self._left -= size
+            if self._left >= 0:
+                return
+        raise UnsafeManifest(
+            f"{path}: the row groups that are shuffled together take more than {self._size:,} bytes in memory; the files "
+            "were made to harm their reader, or hold enormous documents: try shuffle_groups=1."
+        )
 
 
 class RecordStream(Iterator[Record]):
@@ -203,7 +222,9 @@ class RecordStream(Iterator[Record]):
         spans = self._spans(epoch, span)
         while True:
             while len(ahead) < 2 and (coming := next(spans, None)) is not None:
-                ahead.append((coming, [self._pool.submit(self._read, group, self._columns) for group in coming[2]]))
+                room = _Room(self._options.shuffle_groups * GROUP_BYTES + SPARE_BYTES)
+                reads = (self._pool.submit(self._read, group, self._columns, room) for group in coming[2])
+                ahead.append((coming, list(reads)))
             if not ahead:
                 return
             (epoch, span, groups), futures = ahead.popleft()
@@ -234,17 +255,22 @@ class RecordStream(Iterator[Record]):
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
-    def _read(self, group: RowGroup, columns: set[str] | None) -> Block:
+    def _read(self, group: RowGroup, columns: set[str] | None, room: _Room | None = None) -> Block:
         entry = self._files[group[0]]
         if self._disk is not None and (local := self._disk.fetch(self._store, entry)) is not None:
             try:
-                return self._read_from(entry, group[1], columns, local)
+                return self._read_from(entry, group[1], columns, room, local)
             except CorruptFile:
                 self._disk.forget(entry)  # it was verified when it came: the disk lost it, and the object decides
-        return self._read_from(entry, group[1], columns, None)
+        return self._read_from(entry, group[1], columns, room, None)
 
     def _read_from(
-        self, entry: ManifestFile, group: int, columns: set[str] | None, local: pa.NativeFile | None
+        self,
+        entry: ManifestFile,
+        group: int,
+        columns: set[str] | None,
+        room: _Room | None,
+        local: pa.NativeFile | None,
     ) -> Block:
         with self._lock:
             footer = self._footers.get(entry.path)
@@ -253,4 +279,6 @@ class RecordStream(Iterator[Record]):
                 self._footers[entry.path] = file.footer
                 while len(self._footers) > FOOTERS:
                     self._footers.popitem(last=False)
+            if room is not None:
+                room.take(entry.path, file.group_bytes(group, columns))
             return file.read_group(group, columns)

@@ -10,9 +10,11 @@ from collections import Counter
 import pytest
 
 import teachercache
-from teachercache.errors import StoreUnavailable, UsageError
+from teachercache.errors import StoreUnavailable, UnsafeManifest, UsageError
 from teachercache.parquet.datafile import DataFile
+from teachercache.read import stream as streams
 from teachercache.read.disk_cache import DiskCache
+from teachercache.store.store import Store
 from teachercache.testing import synthetic_records
 from tests.teachercache.caches import PER_SHARD, SHARDS, SPEC, in_a_fork, make, names, streamed
 
@@ -36,7 +38,7 @@ def test_stop_and_resume_at_50_random_points_twice_in_a_row_repeats_and_skips_no
         args = options(world_size, rank, shuffle)
         whole = names(cache.stream(**args), total)
         assert len(whole) == total
-        for _ in range(50):
+        for _ in range(-(-50 // world_size)):
             first, second = sorted(rng.sample(range(total), 2))
             with cache.stream(**args) as stream:
                 head = [next(stream).doc_id for _ in range(first)]
@@ -158,6 +160,20 @@ def test_a_stream_that_raised_goes_on_where_it_was_instead_of_ending(cache, shuf
             found.extend(r.doc_id for r in stream)
         found += [r.doc_id for r in stream]
     assert found == plain
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_row_groups_that_are_in_memory_together_are_bounded_together(cache, monkeypatch, shuffle):
+    """Each of them is below its bound; eight of them, and eight ahead, would be gigabytes."""
+    sizes = []
+    for entry in cache.files(split="train"):
+        with DataFile(Store.open(cache.url), entry, cache.spec) as file:
+            sizes += [file.group_bytes(g) for g in range(file.footer.num_row_groups)]
+    monkeypatch.setattr(streams, "GROUP_BYTES", 0)
+    monkeypatch.setattr(streams, "SPARE_BYTES", max(sizes))
+    with pytest.raises(UnsafeManifest, match="shuffle_groups=1"), cache.stream(**options(1, 0, shuffle)) as stream:
+        list(itertools.islice(stream, 200))
+    assert len(names(cache.stream(**options(1, 0, shuffle) | {"shuffle_groups": 1}), 200)) == 200
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "zeros"])
