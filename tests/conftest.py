@@ -99,6 +99,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[FakeHub]:
         close_session()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take long, so that two workers end together."""
+    kinds = {kind: {item.path for item in items if item.get_closest_marker(kind)} for kind in ("engine", "slow")}
+    items.sort(key=lambda item: (item.path not in kinds["engine"], item.path not in kinds["slow"]))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what was skipped and why, grouped by reason: a green run promises nothing about these tests."""
     groups: dict[str, Counter[str]] = {}
