@@ -24,6 +24,7 @@ from teachercache.parquet.bounds import (
     MAX_GROUPS,
     MAX_TEXT_BYTES,
     Chunk,
+    check_column_chunks,
     check_groups,
     check_pages,
     chunks_of,
@@ -204,8 +205,9 @@ class DataFile:
             self._held = None if isinstance(source, pa.MemoryMappedFile) else _HeldRanges(source)
             self._source = source if self._held is None else pa.PythonFile(self._held, mode="r")
             if footer is None:
-                self._bound_footer()
+                data = self._bounded_footer()
                 checked = pq.ParquetFile(self._source).metadata
+                check_column_chunks(data, checked.schema)
                 self._check_footer(spec, checked)
             else:
                 checked = footer
@@ -216,14 +218,17 @@ class DataFile:
                 read_dictionary=["doc_id", *_texts(checked, self._meta_columns)],
             )  # fmt: skip
 
-    def _bound_footer(self) -> None:
-        """Raise UnsafeManifest for a footer that would take too much memory. Fetches the end of the file, once."""
+    def _bounded_footer(self) -> memoryview:
+        """Return the footer's bytes; UnsafeManifest for one that would take too much memory. Fetches the file's end."""
         end = self._read_ranges([(max(0, self.entry.size - TAIL_BYTES), self.entry.size)])[0][1]
         size = int.from_bytes(end[-8:-4], "little")
         if bytes(end[-4:]) != b"PAR1":
             raise CorruptFile(f"{self.entry.path} is not readable as Parquet: it does not end like one.")
         if size > MAX_FOOTER_BYTES:
             raise UnsafeManifest(f"{self.entry.path}: its footer claims {size:,} bytes, limit {MAX_FOOTER_BYTES:,}.")
+        if size + 8 > len(end):
+            end = self._read_ranges([(self.entry.size - size - 8, self.entry.size)])[0][1]
+        return end[-size - 8 : -8]
 
     def _check_footer(self, spec: CacheSpec, footer: pq.FileMetaData) -> None:
         entry = self.entry

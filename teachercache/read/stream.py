@@ -280,5 +280,5 @@ class RecordStream(Iterator[Record]):
                 while len(self._footers) > FOOTERS:
                     self._footers.popitem(last=False)
             if room is not None:
-                room.take(entry.path, file.group_bytes(group, columns))
+                room.take(entry.path, file.group_bytes(group))  # of all columns: `fetch` may want them
             return file.read_group(group, columns)

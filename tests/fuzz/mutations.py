@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -68,7 +69,7 @@ def apply_bytes(data: bytes, plan: list[tuple[str, float, Any]]) -> bytes:
 def apply_tree(value: Any, plan: list[tuple[str, float, Any]]) -> Any:
     """Return JSON-able data after each change, at the place-th of its nodes."""
     value = json.loads(json.dumps(value))
-    for kind, place, what in plan:
+    for kind, place, what in copy.deepcopy(plan):  # a value that is put in twice must not hold itself
         nodes = list(_nodes(value))
         if not nodes:
             return value

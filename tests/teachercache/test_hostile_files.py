@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ import pytest
 import teachercache
 from teachercache.cli import main
 from teachercache.errors import CorruptFile, InvalidRecord, TeacherCacheError, UnsafeManifest
-from teachercache.parquet.bounds import MAX_FOOTER_BYTES, check_pages, chunks_of
+from teachercache.parquet.bounds import MAX_FOOTER_BYTES, check_column_chunks, check_pages, chunks_of
 from teachercache.testing import synthetic_records
 from teachercache.upkeep.verify import verify
 from tests.teachercache.caches import SPEC, craft, make
@@ -284,6 +285,55 @@ def test_pages_that_hold_more_than_their_footer_says_are_refused(tmp_path):
     for wrong in ({"num_values": chunk.num_values - 1}, {"num_values": chunk.num_values + 1}, {"plain_size": 10}):
         with pytest.raises((ValueError, IndexError)):
             check_pages(raw, chunk._replace(**wrong))
+
+
+FLIP_EVERY_BYTE = """
+import sys
+from pathlib import Path
+import teachercache
+from teachercache.errors import TeacherCacheError
+from teachercache.parquet.datafile import DataFile
+from teachercache.store.store import Store
+
+root = sys.argv[1]
+cache = teachercache.open(root)
+(entry,) = cache.files()
+path = Path(root, entry.path)
+whole = path.read_bytes()
+footer = int.from_bytes(whole[-8:-4], "little")
+outcomes = {"read": 0, "refused": 0}
+for at in range(len(whole) - 8 - footer, len(whole) - 8):
+    print(at, file=sys.stderr, flush=True)
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ int(sys.argv[2])]) + whole[at + 1 :])
+    try:
+        with DataFile(Store.open(root), entry, cache.spec) as file:
+            file.group_bytes(0)
+        outcomes["read"] += 1
+    except TeacherCacheError:
+        outcomes["refused"] += 1
+print(outcomes)
+"""
+
+
+def test_no_byte_of_a_footer_ends_the_process(tmp_path):
+    """pyarrow does not catch what Arrow throws about size statistics of another length: the process would abort."""
+    make(tmp_path, 3)
+    done = subprocess.run(
+        [sys.executable, "-c", FLIP_EVERY_BYTE, str(tmp_path), "1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.splitlines()[-3:]
+    outcomes = json.loads(done.stdout.replace("'", '"'))
+    assert outcomes["refused"] > outcomes["read"] // 2
+
+
+def test_an_encrypted_column_is_refused(tmp_path):
+    """Its crypto_metadata, field 8 of a column chunk: Arrow throws where pyarrow does not catch."""
+    make(tmp_path, 3)
+    schema = pq.ParquetFile(data_file(tmp_path)).schema
+    chunk = bytes([0x3C, 0x00, 0x5C, 0x00, 0x00])  # field 3, an empty struct; field 8, another; the end
+    groups = bytes([0x19, 0x1C, *chunk, 0x00])  # field 1, a list of one struct; the end of the row group
+    with pytest.raises(ValueError, match="encrypted"):
+        check_column_chunks(memoryview(bytes([0x49, 0x1C]) + groups + b"\0"), schema)
 
 
 def test_train_and_heldout_file_of_one_shard_exchanged_are_told_apart(tmp_path):
