@@ -87,24 +87,28 @@ Corpus = dict[str, list[list[int]]]  # tokenised documents of each split
 Batches = list[PackedSequence]
 
 
-def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
-    """Return Python's language reference and library source, by the teacher's tokenizer; every tenth document is held out."""
+def real_documents() -> list[tuple[int, str]]:
+    """Return Python's language reference and library source in pieces, numbered, in a fixed random order."""
     import sysconfig
     from pydoc_data.topics import topics
 
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
     texts = [topics[name] for name in sorted(topics)]
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="ignore")
         texts.extend(source[start : start + PIECE] for start in range(0, len(source), PIECE))
-    order = np.random.default_rng(0).permutation(len(texts))
+    return [(index, texts[index]) for index in np.random.default_rng(0).permutation(len(texts))]
+
+
+def real_text(teacher: Path, max_tokens: int, train_tokens: int, heldout_tokens: int) -> Corpus:
+    """Return `real_documents` by the teacher's tokenizer; every tenth document is held out."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
     splits: Corpus = {"train": [], "heldout": []}
     wanted = {"train": train_tokens, "heldout": heldout_tokens}
-    for index in order:
+    for index, text in real_documents():
         split = "heldout" if index % 10 == 9 else "train"
-        if wanted[split] > 0 and len(ids := tokenizer.encode(texts[index]).ids[:max_tokens]) >= 32:
+        if wanted[split] > 0 and len(ids := tokenizer.encode(text).ids[:max_tokens]) >= 32:
             splits[split].append(ids)
             wanted[split] -= len(ids)
     return splits

@@ -28,6 +28,7 @@ from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import break_even
 from teachercache import configfile
 from teachercache.errors import ErrorCode, all_codes
 
@@ -213,6 +214,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-teacher": results_tables.teacher,
     "results-storage": results_tables.storage,
     "results-quality": results_tables.quality,
+    "results-cost": break_even.computed,
+    "results-cost-measured": break_even.measured,
     "results-robustness": results_tables.robustness,
 }
 

@@ -215,6 +215,16 @@ def quality() -> str:
         against = "" if run == "online" else f" ({over:+.1%})"
         figure = f"full-vocabulary KL {kl:.4f}{against}, top-1 agreement {result['top1_agreement']:.1%}"
         lines.add(what, figure, where, "python benchmarks/parity.py --teacher build/models/smollm2-135m --out OUT")
+    report = load("parity_rows_h200.json")
+    results, where = {result["run"]: result for result in report["results"]}, gpu_machine(report["machine"])
+    for entries in (100, 24, 12):
+        figures = []
+        for order in ("", "/seed1"):
+            kl, live = (results[run + order]["heldout_kl_full_vocabulary"] for run in (f"sampled/{entries}", "online"))
+            figures.append(f"{kl:.4f} ({kl / live - 1:+.1%})")
+        what = f"student of a sampled cache, {entries} entries, two orders of the documents"
+        command = "python benchmarks/parity.py --teacher build/models/smollm2-135m --out OUT --group 1"
+        lines.add(what, f"full-vocabulary KL {' and '.join(figures)}", where, command)
     return lines.markdown()
 
 
