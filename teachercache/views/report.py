@@ -6,12 +6,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from xml.etree.ElementTree import Element
 
 import numpy as np
 from rich import filesize
 
+from teachercache.errors import MissingObject
 from teachercache.format.record import Record
 from teachercache.read.cache import Cache, incomplete_message, made_up_message
 from teachercache.store.ledger import Ledger
@@ -118,7 +120,10 @@ def _teacher(cache: Cache, data: dict[str, Any], ledger: Ledger, sample: Sample)
     licences: Counter[str] = sum((part.licences for part in sample.parts.values()), Counter())
     known = ", ".join(name for name, _ in licences.most_common(5)) or "not in the rows (no column `licence`)"
     made = sorted(commit.created[:10] for commit in commits)
-    inputs = sorted({shard.input for digest in cache.manifest.plans[:PLANS] for shard in ledger.plan(digest).shards})
+    inputs: set[str] = set()
+    for digest in cache.manifest.plans[:PLANS]:
+        with suppress(MissingObject):  # a copy may have left the plans out
+            inputs |= {shard.input for shard in ledger.plan(digest).shards}
     how = f"{teacher['engine']}, {teacher['dtype']}, head {teacher['head_dtype']}"
     how += f", quantised {teacher['quantization']}" if teacher["quantization"] else ""
     items: list[tuple[str, Element | str | None]] = [
@@ -136,7 +141,7 @@ def _teacher(cache: Cache, data: dict[str, Any], ledger: Ledger, sample: Sample)
         [c.engine, c.device, Number(c.commits), Number(c.median_rate), Number(c.per_million, hours(c.per_million))]
         for c in lines
     ]
-    listed = tag("ul", *(tag("li", tag("code", name)) for name in inputs[:INPUTS]))
+    listed = tag("ul", *(tag("li", tag("code", name)) for name in sorted(inputs)[:INPUTS]))
     more = f"Input files: {len(inputs):,}" + (f", the first {INPUTS}" if len(inputs) > INPUTS else "")
     return section(
         "Teacher, licence, cost",
@@ -188,7 +193,7 @@ def _shaded(record: Record, text: TokenText) -> list[Element | str]:
         if i is None or not piece:
             pieces.append(tag("span", piece, class_="off") if piece and at else piece)
             continue
-        logprob = float(record.target_logprob[i])
+        logprob = min(float(record.target_logprob[i]), 0.0)
         best = f"best {text(int(record.topk_ids[i, 0]))} {math.exp(float(record.topk_logprobs[i, 0])):.3f}"
         said = "outside what was kept" if math.isnan(logprob) else f"{math.exp(logprob):.3f}"
         shade = "p0" if math.isnan(logprob) else next(name for low, name in LEVELS if math.exp(logprob) >= low)

@@ -26,6 +26,7 @@ COLUMNS = {
     "loss_mask", "entropy", "exact", "meta",
 }  # fmt: skip
 LICENCE = {"licence", "license"}  # columns of the corpus
+MAX_NATS = 128.0  # beyond it no probability is stored
 MAX_SECONDS = 1e9  # beyond it a commit's provenance is not believed
 
 
@@ -107,16 +108,15 @@ def _add(block: Block, part: Part) -> None:
     learnt = block.loss_mask & (block.row_pos + 1 < lengths[owner])
     after = block.input_ids[(block.token_offsets[owner] + block.row_pos + 1)[learnt]]
     known = ~np.isnan(block.target_logprob) & learnt
-    entropy = np.empty(0) if block.entropy is None else block.entropy[~np.isnan(block.entropy)]
+    entropy = np.empty(0) if block.entropy is None else block.entropy[np.isfinite(block.entropy)]
     mass = np.cumsum(p, axis=1)
     cuts = {f"mass{k}": mass[:, k - 1] for k in CUTS if k <= p.shape[1]} if block.exact is None else {}
     values: dict[str, Any] = cuts | {
         "coverage": 1 - np.exp(block.tail_logprob),  # mass of the K, or of the exact entries
         "top1": p[:, 0],
-        "entropy": entropy,  # nats
+        "entropy": np.clip(entropy, 0, MAX_NATS),
         "exact": np.empty(0) if block.exact is None else block.exact,  # entries
-        "loss": -block.target_logprob[known],  # nats
-        "known": known[learnt],
+        "loss": np.clip(-block.target_logprob[known], 0, MAX_NATS),
         "hit": block.topk_ids[learnt, 0] == after,
         "believed": p[learnt, 0],
         "position": block.row_pos[learnt],

@@ -10,7 +10,7 @@ from tests.fuzz.mutations import BYTES, PLACE, TREE
 from tests.fuzz.specs import SPECS
 from tests.fuzz.tables import ENCODINGS, TYPES
 
-SEALED = ("spec.json", "commits/", "manifests/", "plans/", "quarantine/", "tokenizer/")
+SEALED = ("spec.json", "commits/", "manifests/", "plans/", "quarantine/", "runs/", "tokenizer/")
 CACHE = ("data", "footer", "table", "manifests/keys/", *SEALED, "job")
 TRAINER = ("checkpoints", "state", "train")
 

@@ -120,7 +120,7 @@ class Cache:
             writer.commit("t", synthetic_records(spec, 3, seed=3, prefix="t"))
             writer.quarantine("s", reason="nan", message="a row", documents=["a"], scope="document")
             writer.publish()
-            from teachercache.format.objects import TokenizerIndex, TokenizerIndexEntry
+            from teachercache.format.objects import Run, TokenizerIndex, TokenizerIndexEntry
             from teachercache.format.sealed import seal
 
             body = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str().encode()
@@ -129,6 +129,12 @@ class Cache:
             folder.mkdir(parents=True)
             (folder / "tokenizer.json").write_bytes(body)
             (folder / "index.json").write_bytes(seal(TokenizerIndex(files=[entry])))
+            run = Run(
+                spec_digest=spec.digest, run="a" * 32, manifest=1, student="s", parameters=5, steps=2, rows=3, heldout_kl=0.5,
+                created=utc_now(),
+            )  # fmt: skip
+            (root / "runs").mkdir()
+            (root / f"runs/{run.run}-00000002.json").write_bytes(seal(run))
             self.cases[name] = {
                 str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
             }
@@ -196,7 +202,7 @@ class Cache:
         if way == 1:
             describe(store)
             ledger = Ledger(store)
-            for part in (ledger.commits, ledger.plans, ledger.quarantines, ledger.newest_manifest):
+            for part in (ledger.commits, ledger.plans, ledger.quarantines, ledger.newest_manifest, ledger.runs):
                 part()
             collect(store, ledger.spec(), dry_run=True)
             return
@@ -208,7 +214,7 @@ class Cache:
             return
         cache = teachercache.open(root)
         if way == 3:
-            report(cache)
+            Store.open(root.parent / "site").replace("index.html", report(cache).encode())
         elif way == 4:
             shutil.rmtree(root.parent / "export", ignore_errors=True)
             export(cache, root.parent / "export")
