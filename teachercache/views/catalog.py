@@ -151,8 +151,7 @@ def put(out: Store, path: str, text: str) -> None:
 def index(url: str, entries: Sequence[Entry]) -> str:
     """Return the page that lists caches."""
     head = (
-        "cache", "teacher", "a row", "rows", "size", "cost of a million rows", "students", "best held-out KL", "manifest",
-        "state",
+        "cache", "teacher", "a row", "rows", "size", "cost of a million rows", "students", "best KL, nats", "manifest", "state",
     )  # fmt: skip
     published = [entry.manifest for entry in entries if entry.manifest]
     listed = tag(
@@ -188,17 +187,17 @@ def _row(entry: Entry) -> list[Cell]:
     said = f"{entry.error} [{entry.error.code}]"[:300] if entry.error else splits
     if spec and spec.teacher.engine == "noop":
         said = f"made-up rows; {said}"
-    name = tag("div", link, tag("span", said, class_="note"))
+    name = tag("div", link, tag("span", said, class_="note"), class_="wide")
     state = tag("span", entry.state, class_=f"badge {'good' if entry.state == 'complete' else 'bad'}")
     if spec is None:
         return [name, "", "", *[Number(None)] * 6, state]
-    tokenizer = f"tokenizer {spec.tokenizer.digest[:8]}, {spec.tokenizer.vocab_size:,}"
-    kind = f"{'sampled' if spec.rows.kind == 'sampled' else 'top'} {spec.rows.entries}"
+    tokenizer = tag("span", f"tokenizer {spec.tokenizer.digest[:8]}", class_="note")
+    kind = f"{'sampled' if spec.rows.kind == 'sampled' else 'top'}\u00a0{spec.rows.entries}"
     best = min((run.heldout_kl for run in runs if run.heldout_kl is not None), default=None)
     spent = "" if entry.hours is None else hours(entry.hours)
     return [
         name,
-        tag("div", spec.teacher.name, tag("span", tokenizer, class_="note")),
+        tag("div", spec.teacher.name, tokenizer, class_="wide"),
         kind,
         Number(m.rows if m else None),
         Number(_size(m) if m else None, filesize.decimal(_size(m))),

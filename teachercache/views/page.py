@@ -104,8 +104,8 @@ def _cell(cell: Cell, name: str, kind: str | None) -> Element:
     if not isinstance(cell, Number):
         return tag("td", cell, data_label=name, class_=kind)
     text = "–" if cell.value is None else cell.text or f"{cell.value:,.0f}"
-    note = tag("span", cell.note, class_="note") if cell.note else None
-    return tag("td", text, note, data_label=name, data_v=None if cell.value is None else repr(cell.value), class_=kind)
+    shown = tag("div", text, tag("span", cell.note, class_="note")) if cell.note else text
+    return tag("td", shown, data_label=name, data_v=None if cell.value is None else repr(cell.value), class_=kind)
 
 
 def facts(items: Iterable[tuple[str, Child]]) -> Element:

@@ -78,7 +78,8 @@ def report(
         f"Statistics of {sample.rows:,} rows, the first row group of {sample.files:,} of {len(cache.manifest.files):,} files, "
         "weighted by the rows of each split and source. Written by `teachercache report`."
     )
-    return page(data["teacher"]["name"], parts, foot=foot, back=back)
+    title = f"{data['teacher']['name']} · {cache.url.rsplit('/', 1)[-1]}"
+    return page(title, parts, foot=foot, back=back)
 
 
 def _tiles(data: dict[str, Any], sample: Sample) -> Element:
@@ -262,8 +263,9 @@ def _plots(data: dict[str, Any], sample: Sample) -> list[Element]:
     hit, weights = sample.weighted("hit")
     points, error = calibration_bins(sample.weighted("believed")[0], hit, weights)
     plots = [calibration(points, error)] if points else []
+    drawn = data["rows_kind"]["kind"] == "sampled"  # another plot in place of the first
     shapes: list[tuple[str, str, str, float | None]] = [
-        ("top1", "Probability of the best token", "probability", 1.0),
+        *([] if drawn else [("top1", "Probability of the best token", "probability", 1.0)]),
         ("coverage", f"Mass in the {_kept(data)}", "probability", 1.0),
         ("exact", "Exact entries of a row", "entries", None),
         ("entropy", "Entropy of the teacher", "nats", None),

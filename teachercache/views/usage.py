@@ -23,7 +23,8 @@ files = [cache.file_url(entry) for entry in cache.files({train})]
 LOOP = """\
 import teachercache
 
-{open}with cache.stream(split={train}, seed=0) as stream:  # for torch: trainer.data.PackedCache
+{open}# One record a document; trainer.data.PackedCache packs them for torch.
+with cache.stream(split={train}, seed=0) as stream:
     for record in stream:
         print(record.doc_id, record.topk_ids.shape)
         break
