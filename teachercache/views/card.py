@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from teachercache.format.objects import Commit
 from teachercache.read.cache import Cache, incomplete_message
 from teachercache.views.show import summary
+from teachercache.views.statistics import costs
 
 YOURS = "<!-- What follows is yours: `teachercache push` keeps it, and `license` above. -->"
 LICENCE = (
@@ -159,17 +159,12 @@ from (select doc_id, unnest(row_pos) as pos, unnest(topk_ids) as ids, unnest(top
 
 
 def _cost(commits: Iterable[Commit], rows: int) -> str:
-    """Return the teacher's time by device, as the commits say it: seconds of its engine times GPUs."""
-    seconds: dict[str, float] = defaultdict(float)
-    for commit in commits:
-        said: Mapping[str, Any] = commit.provenance
-        if isinstance(spent := said.get("teacher_seconds"), int | float) and spent > 0:
-            gpus = said.get("tensor_parallel")
-            seconds[_line(str(said.get("device", "?")))] += spent * (gpus if isinstance(gpus, int) else 1)
-    if not seconds:
+    """Return the teacher's time by engine and device, as the commits say it: seconds of its engine times GPUs."""
+    lines = costs(commits)
+    if not lines:
         return "not recorded"
-    named = (f"{spent:,.0f} {'' if device == 'cpu' else 'GPU-'}seconds ({device})" for device, spent in seconds.items())
-    return f"{', '.join(named)}; {sum(seconds.values()) / max(rows, 1) * 1e6:,.1f} s a million rows"
+    named = (f"{3600 * c.hours:,.0f} {'' if c.device == 'cpu' else 'GPU-'}seconds ({_line(c.device)})" for c in lines)
+    return f"{', '.join(named)}; {3600e6 * sum(c.hours for c in lines) / max(rows, 1):,.1f} s a million rows"
 
 
 def _licence(before: str) -> str:

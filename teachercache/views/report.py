@@ -176,7 +176,7 @@ def _documents(cache: Cache, sample: Sample) -> Element | None:
     said = "The shade is the teacher's probability of each token; underlined with dots: not learnt, such as a prompt in a chat."
     note = tag("p", text.note, class_="note") if text.note else None
     return section(
-        "Three documents",
+        "Three documents" if len(shown) == 3 else "Documents",
         tag("p", said),
         tag("p", *key, class_="key"),
         note,

@@ -189,8 +189,8 @@ def costs(commits: Iterable[Commit]) -> list[Cost]:
     found: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
     for commit in commits:
         said = commit.provenance
-        wall = _number(said.get("shard_seconds"))
-        busy = _number(said.get("teacher_seconds")) or wall
+        busy, wall = (_number(said.get(name)) for name in ("teacher_seconds", "shard_seconds"))
+        busy, wall = busy or wall, wall or busy
         if commit.rows and busy and wall:
             devices = _number(said.get("tensor_parallel")) or 1.0
             key = (str(said.get("engine", "?"))[:200], str(said.get("device", "?"))[:200])
