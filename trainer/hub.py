@@ -58,6 +58,8 @@ def _reason(name: str, fetch: str, error: Exception, cache: str) -> str:
         return f"{name} is gated: accept its licence on the Hub and set HF_TOKEN"
     if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"):
         return f"{name}: neither a folder here nor a model on the Hugging Face Hub ({kind})"
+    if said.startswith("Invalid filename"):  # in the Hub's listing
+        return f"{name}: {said}"
     return (
         f"{name}: no folder here, not in the Hub's cache of this machine ({cache}), and the Hub did not give it ({kind}: "
         f"{said[:160]}); without a network, fetch it on another machine ({fetch}) and copy that folder, or give a folder"

@@ -1,8 +1,8 @@
 """Input files: what a glob names, how large each file is, and the digest that shard ids are made of.
 
-A digest comes from the store where the store has one (S3's ETag with the size: no byte is read), else from the
-content (sha256, about 1.5 GB/s a core). Two copies of one object uploaded with different part sizes have two ETags
-and count as different inputs: their shards are then made twice, never mixed up.
+A digest comes from the store where the store has one (S3's ETag with the size, the sha256 of an LFS file on the Hub: no
+byte is read), else from the content (sha256, about 1.5 GB/s a core). Two copies of one object uploaded with different
+part sizes have two ETags and count as different inputs: their shards are then made twice, never mixed up.
 
 An input may be in another store than the cache: `corpora.N.storage` says where, and every function here takes it.
 """
@@ -37,6 +37,11 @@ _S3_CONFIG = {
 }  # fmt: skip
 
 
+_HINTS = dict.fromkeys(S3, "; a public bucket is read with corpora.N.storage.anonymous=true") | {
+    "hf": "; a private data set needs HF_TOKEN"
+}
+
+
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """One input: url as it is opened, size in bytes, digest of the content."""
@@ -55,6 +60,8 @@ def filesystem(url: str, storage: StorageConfig | None = None) -> tuple[Any, str
     """Return the fsspec file system of a url and the path in it; object stores never list from a cache."""
     protocol = protocol_of(url)
     options: dict[str, Any] = {"use_listings_cache": False} if protocol in _OBJECT_STORES else {}
+    if protocol == "hf":
+        options["skip_instance_cache"] = True  # an instance keeps its listings
     if protocol in S3:
         options["config_kwargs"] = _S3_CONFIG
         if chosen := _endpoint(storage):
@@ -92,6 +99,10 @@ def _endpoint(storage: StorageConfig | None) -> str | None:
 def endpoint_of(url: str, storage: StorageConfig | None = None) -> str:
     """Return where requests for a url go, as messages name it; without user and password."""
     parts = urlsplit(url)
+    if parts.scheme == "hf":
+        from huggingface_hub import constants
+
+        return str(constants.ENDPOINT).rsplit("@", 1)[-1]
     if parts.scheme not in S3:
         return parts.netloc
     chosen = _endpoint(storage)
@@ -151,8 +162,8 @@ def open_binary(url: str, read_ahead: int = READ_AHEAD, storage: StorageConfig |
 
 def _kind(error: BaseException) -> str:
     """Return what an error of a store means; see `failures.classify`, which does not know the answers of web servers."""
-    if isinstance(error, FileNotFoundError) and error.__cause__ is not None and not error_code(error):
-        error = error.__cause__  # fsspec calls every failure of a web server "not found"
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None and error_code(error) in (None, "401"):
+        error = error.__cause__  # fsspec calls every failure of a web server, and the Hub's refusals, "not found"
     status = getattr(error, "status", None)
     if isinstance(status, int):
         return "denied" if status in (401, 403, 407) else "transient" if status >= 500 or status == 429 else "missing"
@@ -181,7 +192,7 @@ def store_errors(url: str, storage: StorageConfig | None = None) -> Iterator[Non
                 f"{url} at {at} does not answer ({said}); check the endpoint and the network, or try again later"
             ) from error
         if kind == "denied":
-            hint = "; a public bucket is read with corpora.N.storage.anonymous=true" if protocol_of(url) in S3 else ""
+            hint = _HINTS.get(protocol_of(url), "")
             raise UsageError(
                 f"{url}: the store at {at} refuses to give it ({said}); check credentials and rights{hint}"
             ) from error
@@ -273,6 +284,8 @@ def _fingerprint(url: str, storage: StorageConfig | None) -> InputFile:
     etag = info.get("ETag") or info.get("etag")
     if etag and size is not None:
         return InputFile(url, int(size), f"etag:{str(etag).strip(chr(34))}:{size}")
+    if lfs := info.get("lfs"):
+        return InputFile(url, int(size), f"sha256:{lfs['sha256']}")
     if "mtime" in info and "://" not in path and type(fs).__name__ == "LocalFileSystem":
         stat = os.stat(path)
         return InputFile(url, int(size), _local_digest(path, stat.st_size, stat.st_mtime_ns))

@@ -45,7 +45,9 @@ def parse(url: str) -> tuple[str, str | None]:
     """Return ORG/NAME and the revision, if any, of a URL; UsageError for a URL of another form."""
     match = _URL.fullmatch(url)
     if match is None:
-        raise UsageError(f"{url!a}: expected hf://datasets/ORG/NAME or hf://datasets/ORG/NAME@REVISION.")
+        raise UsageError(
+            f"{url!a}: expected hf://datasets/ORG/NAME or hf://datasets/ORG/NAME@REVISION; a model is ORG/NAME."
+        )
     return match["repo"], match["revision"]
 
 

@@ -54,9 +54,9 @@ def data_card(
         "pretty_name": f"{title} of {teacher['name']}",
         **({"license": licence} if licence else {}),
         "tags": ["knowledge-distillation", "logprobs", "teachercache"],
-        "base_model": teacher["name"],
+        **({"base_model": teacher["name"]} if re.fullmatch(r"[\w.-]+/[\w.-]+", teacher["name"]) else {}),
     }
-    yaml = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())
+    yaml = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items())
     state = "" if cache.manifest.complete else f"\n**{incomplete_message(cache)}**\n"
     return f"""---
 {yaml}
@@ -151,6 +151,7 @@ rows = load_dataset("{repo}"{config}, split="{split_name(split)}", streaming=Tru
 ```
 With DuckDB:
 ```sql
+-- a private data set first needs: create secret (type huggingface, provider credential_chain);
 select doc_id, pos, ids[1] as top, lps[1] as logprob
 from (select doc_id, unnest(row_pos) as pos, unnest(topk_ids) as ids, unnest(topk_logprobs) as lps
       from read_parquet({[f"{url}/{path}" for path in paths]}, union_by_name=true));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 from datetime import UTC, datetime
 from itertools import count
+from multiprocessing import get_context
 
 import duckdb
 import pytest
@@ -41,7 +43,7 @@ from teachercache.upkeep.verify import verify
 from teachercache.views.card import YOURS
 from teachercache.views.push import push
 from tests.fake_hub import SIGNATURE, Refuse
-from tests.teachercache.caches import SPEC, in_a_fork
+from tests.teachercache.caches import SPEC, in_a_fork, page_cache
 from tests.waiting import wait_for
 
 NAME = "org/rows"
@@ -115,6 +117,14 @@ def test_a_second_manifest_adds_to_the_first_and_readers_stay_at_their_commit(hu
     assert hub.files(NAME)["README.md"] == card, "the card is the newest manifest's"
 
 
+def test_a_cache_that_is_on_no_local_disk_is_pushed_too(hub, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    push(teachercache.open(cache), URL)
+    push(teachercache.open(URL), "hf://datasets/org/copy")
+    assert_sound("hf://datasets/org/copy", cache)
+    assert list(tmp_path.glob("teachercache-push-*")) == []
+
+
 def test_a_store_in_another_process_reads_the_same_commit_without_asking_for_it(hub, cache):
     push(teachercache.open(cache, 1), URL)
     reader = teachercache.open(URL)
@@ -171,6 +181,29 @@ def test_of_two_pushers_that_race_one_is_told_and_nothing_is_lost(hub, cache):
     for number, ours in ((1, one), (2, other)):
         assert_equal(teachercache.open(URL, number), ours)
     assert_sound(URL, cache)
+
+
+def test_pushers_and_readers_at_the_same_time(hub, cache):
+    """Two processes push a manifest each until it is there; whoever reads meanwhile finds what it opens whole."""
+
+    def push_until_there(number: int) -> None:
+        for _ in range(20):
+            with contextlib.suppress(StaleParent):
+                push(teachercache.open(cache, number), URL)
+                return
+        raise AssertionError("never there")
+
+    pushers = [get_context("fork").Process(target=push_until_there, args=(number,)) for number in (1, 2)]
+    for pusher in pushers:
+        pusher.start()
+    while any(pusher.is_alive() for pusher in pushers):
+        with contextlib.suppress(NotACache):  # nothing is there yet
+            there = teachercache.open(URL)
+            assert verify(there.store, there.spec, sample=0).problems == []
+    assert [pusher.exitcode for pusher in pushers] == [0, 0]
+    for number in (1, 2):
+        assert_equal(teachercache.open(URL, number), teachercache.open(cache, number))
+    assert len(hub.repositories["datasets", NAME].commits) == 3
 
 
 def kill_at(hub, cache, number: int, *, answered: bool) -> None:
@@ -258,6 +291,23 @@ def test_a_file_that_is_damaged_here_is_not_pushed(hub, cache, tmp_path):
     with pytest.raises(CorruptFile, match="sha256"):
         push(ours, URL)
     assert COMMIT not in hub.requests
+
+
+def test_strange_names_in_the_listing_are_ignored_and_named(hub, cache):
+    push(teachercache.open(cache), URL)
+    names = ["../../evil.json", "commits/../../evil.json", "data/evil.txt"]
+    hub.publish("datasets", NAME, hub.files(NAME) | dict.fromkeys(names, b"{}"))
+    there = teachercache.open(URL)
+    found = verify(there.store, there.spec)
+    assert (found.problems, found.strange) == ([], sorted(names))
+
+
+def test_the_token_may_come_from_the_storage_options(hub, cache, monkeypatch):
+    push(teachercache.open(cache), URL)
+    monkeypatch.setenv("HF_TOKEN", "")
+    there = teachercache.open(URL, storage_options={"token": "hf_write"})
+    assert len(list(there.records(limit=2))) == 2
+    assert "hf_write" not in repr(there) + repr(there.store)
 
 
 def test_a_data_set_that_would_leave_files_out_is_refused(hub, cache):
@@ -430,11 +480,27 @@ def test_the_card_says_what_it_is_and_how_to_load_it(hub, cache):
     push(teachercache.open(cache), URL)
     card = hub.files(NAME)["README.md"].decode()
     head = yaml.safe_load(card.split("---")[1])
-    assert head["base_model"] == "synthetic"
+    assert "base_model" not in head, "a teacher that is no model of the Hub"
     assert [split["split"] for split in head["configs"][0]["data_files"]] == ["held_out", "train"]
     assert "240 GPU-seconds (NVIDIA H200); " in card
     assert f'teachercache.open("{URL}")' in card
     assert f'load_dataset("{NAME}", split="train", streaming=True)' in card
+
+
+def test_a_card_has_a_configuration_for_each_source_and_none_of_encoded_columns(hub, cache, tmp_path):
+    push(page_cache(tmp_path / "two"), "hf://datasets/org/two")
+    card = hub.files("org/two")["README.md"].decode()
+    head = yaml.safe_load(card.split("---")[1])
+    assert [(c["config_name"], [d["split"] for d in c["data_files"]]) for c in head["configs"]] == [
+        ("default", ["train"]), ("web", ["heldout"]),
+    ]  # fmt: skip
+    writer = teachercache.CacheWriter(Store.open(shutil.copytree(cache, tmp_path / "compact")), SPEC)
+    optimize(writer, codec="compact")
+    push(teachercache.open(tmp_path / "compact"), URL)
+    card = hub.files(NAME)["README.md"].decode()
+    assert yaml.safe_load(card.split("---")[1])["viewer"] is False
+    assert "load_dataset" not in card
+    assert_sound(URL, tmp_path / "compact")
 
 
 def test_what_people_add_to_the_card_is_kept(hub, cache):

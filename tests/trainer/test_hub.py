@@ -1,4 +1,4 @@
-"""`student` and `teacher` may be ids on the Hugging Face Hub, here from the Hub's cache on this machine, without a network."""
+"""`student` and `teacher` may be ids on the Hugging Face Hub, `cache` a data set there: offline, and asked by HTTP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import teachercache
 from teachercache.errors import UsageError
+from teachercache.views.push import push
+from tests.fake_hub import FakeHub
 from tests.trainer import runs
 from tests.trainer.test_cli import Done, run  # noqa: F401  a fixture
-from trainer import hub
+from trainer import hub as ids
 from trainer.checkpoint import CheckpointFolder, resolve_model_folder
 
 COMMITS = ("1" * 40, "2" * 40)
@@ -45,9 +48,9 @@ def test_ids_are_told_from_paths_and_urls(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "build/student").mkdir(parents=True)
     for name in ("owner/model", "Qwen/Qwen2.5-0.5B", "a/b@v1.0", "a/b@refs/pr/3"):
-        assert hub.is_hub_id(name), name
+        assert ids.is_hub_id(name), name
     for name in ("build/student", "./a/b", "/a/b", "~/a", "a", "a/b/c", "s3://a/b", "a/b@", "a/../b", "a /b", "../x"):
-        assert not hub.is_hub_id(name), name
+        assert not ids.is_hub_id(name), name
 
 
 @pytest.mark.usefixtures("offline")
@@ -95,3 +98,75 @@ def test_an_incomplete_download_is_named(offline: Path, missing: str) -> None:
     (offline / "models--owner--student/snapshots" / COMMITS[0] / missing).unlink()
     with pytest.raises(UsageError, match=f"holds no .*{missing.rsplit('.')[-1]}.*hf download owner/student"):
         resolve_model_folder("owner/student")
+
+
+# ---- by HTTP -------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_fit_resumes_and_evaluates_with_everything_on_the_hub(
+    run: Callable[..., Done],  # noqa: F811
+    hub: FakeHub,
+    cache_url: str,
+    student: Path,
+    teacher: Path,
+    tmp_path: Path,
+) -> None:
+    push(teachercache.open(cache_url), "hf://datasets/owner/rows")
+    hub.publish("models", "owner/student", files_of(student), private=True)
+    hub.publish("models", "owner/teacher", files_of(teacher))
+    here, there = (tmp_path / name for name in ("here", "there"))
+    for output, cache, name in (
+        (here, cache_url, str(student)), (there, "hf://datasets/owner/rows", "owner/student"),
+    ):  # fmt: skip
+        config = runs.write_config(
+            tmp_path / f"{output.name}.yaml", cache=cache, student=name, output=str(output), data={"seq_len": 128},
+            train={"threads": 1, "max_steps": 2}, log={"tensorboard": False},
+        )  # fmt: skip
+        for steps in (2, 3):  # the second run resumes
+            done = run("fit", config, f"train.max_steps={steps}")
+            assert done.returncode == 0, done.stderr
+        assert "hf_write" not in done.stdout + done.stderr
+    ours, theirs = (files_of(folder / "final")["model.safetensors"] for folder in (here, there))
+    assert ours == theirs, "where the rows and the weights come from changes nothing"
+    done = run("eval", config, "teacher=owner/teacher", "--json")
+    assert done.returncode == 0, done.stderr
+    for override in ("output=hf://datasets/owner/run", "train.register=true"):
+        done = run("fit", config, override)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "is read only" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["../../../evil.json", "a/../../../../evil.json", "/tmp/teachercache-evil/evil.json"])
+def test_a_model_with_a_hostile_file_name_writes_nothing_outside(
+    hub: FakeHub, student: Path, tmp_path: Path, name: str
+) -> None:
+    hub.publish("models", "owner/student", files_of(student) | {name: b"evil"})
+    with pytest.raises(UsageError, match="Invalid filename") as caught:
+        resolve_model_folder("owner/student")
+    assert "hf download" not in str(caught.value), "another machine would not help"
+    assert list(tmp_path.rglob("evil.json")) == []
+    assert not Path("/tmp/teachercache-evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "said"),
+    [
+        ("owner/none", "hf_write", "neither a folder here nor a model on the Hugging Face Hub"),
+        ("owner/student", "", "neither a folder here nor a model on the Hugging Face Hub"),
+        ("owner/student@v9", "hf_write", "RevisionNotFoundError"),
+        ("owner/student", "hf_wrong_secret", "401"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_one_line(
+    hub: FakeHub, student: Path, monkeypatch: pytest.MonkeyPatch, name: str, token: str, said: str
+) -> None:
+    hub.publish("models", "owner/student", files_of(student), private=True)
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UsageError, match=said) as caught:
+        resolve_model_folder(name)
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
