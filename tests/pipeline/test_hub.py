@@ -30,7 +30,7 @@ def publish_texts(hub, folder: Path, *, private: bool = False) -> list[bytes]:
 def test_a_job_whose_teacher_and_corpus_are_on_the_hub(hub, job_file, tmp_path, tokenizer_folder):
     publish_texts(hub, tmp_path / "texts", private=True)
     commit = hub.publish("models", "org/teacher", {f.name: f.read_bytes() for f in tokenizer_folder.iterdir()})
-    hub.publish("models", "org/teacher", {"config.json": b"{}"})  # another commit, which nobody asked for
+    hub.publish("models", "org/teacher", {"config.json": b"{}"})  # another commit than the one that is asked for
     job = job_file(tmp_path / "cache", [f"{TEXTS}/data/a*.jsonl"], teacher={"model": "org/teacher", "revision": commit})
     assert run_job(load_job(job)).outcome.tally.committed > 1
     cache = teachercache.open(tmp_path / "cache")
