@@ -80,6 +80,10 @@ class DataConfig(Section):
         [],
         description="Several caches instead of `cache`, mixed by weight: [{url, weight, split, manifest, name}, ...].",
     )
+    combine: Literal["mean"] | None = Field(
+        None,
+        description="`mean` trains on the mean, by weight, of the rows that several sampled caches have of the same documents.",
+    )
     seq_len: int = Field(2048, ge=2, description="Tokens in one packed sequence.")
     batch_tokens: int | None = Field(
         None, description="Tokens of one optimiser step, a multiple of seq_len; the default is one sequence."
@@ -113,6 +117,13 @@ class DataConfig(Section):
             )
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"data.caches has two caches that logs would call {repeated}: set a name for one of them")
+        if self.combine is not None and len(self.caches) < 2:
+            raise ValueError(f"data.combine averages rows of several data.caches, found {len(self.caches)}")
+        if self.combine is not None and (self.top_k is not None or self.rows.chooses):
+            key, why = ("top_k", "the first K' entries") if self.top_k is not None else ("rows", "the entropy")
+            raise ValueError(
+                f"data.combine goes without data.{key}: of a mean of sampled rows, {why} of the mean cannot be known"
+            )
         return self
 
     @model_validator(mode="after")
@@ -390,6 +401,8 @@ class TrainerConfig(Section):
             )
         for written in (self.output, *(cache.url for cache in self.caches if self.train.register)):
             refuse_read_only(written or "")
+        if self.loss.method == "online" and self.data.combine is not None:
+            raise ValueError("data.combine averages cached rows, and loss.method=online reads none: drop one")
         if self.loss.method == "online" and self.teacher is None:
             raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
         if self.loss.method != "online" and self.loss.tail is None:
@@ -408,6 +421,12 @@ class TrainerConfig(Section):
         if self.cache is not None:
             return [CacheConfig.model_construct(url=self.cache, weight=1.0, split=self.split, manifest=self.manifest)]
         return [cache.model_copy(update={"split": cache.split or self.split}) for cache in self.data.caches]
+
+    @property
+    def parts(self) -> list[CacheConfig]:
+        """Return what the sequences are of: each cache, or the mean of all of them, which has no name."""
+        caches = self.caches
+        return caches if self.data.combine is None else [caches[0].model_copy(update={"name": "", "weight": 1.0})]
 
 
 def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> TrainerConfig:

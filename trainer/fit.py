@@ -22,6 +22,7 @@ from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder, 
 from trainer.config import CacheConfig, TrainerConfig
 from trainer.data.dataset import PackedCache
 from trainer.data.lengths import describe_lengths
+from trainer.data.mean import MeanCache
 from trainer.data.mixed import MixedCaches
 from trainer.data.prefetch import Interrupted, Prefetcher
 from trainer.data.sequence import PackedSequence
@@ -124,6 +125,11 @@ class _Run:
     def _data(self) -> MixedCaches:
         """Return the run's sequences from its progress on; one cache is a mixture of one."""
         config, progress, entries = self.config, self.progress, self.config.caches
+        weights, caches = [entry.weight for entry in entries], self.caches
+        if config.data.combine is not None:
+            splits = [entry.split or config.split for entry in entries]
+            mean = partial(MeanCache, caches, splits=splits, weights=weights)
+            caches, weights = [wait_for_store(mean, "reading the caches' document ids")], [1.0]
 
         def length(c: int, tokens_done: int) -> int:
             return config.data.length_at(progress.share(self.dataset.whole_run(c, tokens_done)))
@@ -141,9 +147,8 @@ class _Run:
                 entropy_above=config.data.rows.entropy_above,
                 entropy_below=config.data.rows.entropy_below,
             )
-            for c, (entry, cache) in enumerate(zip(entries, self.caches, strict=True))
+            for c, (entry, cache) in enumerate(zip(config.parts, caches, strict=True))
         ]
-        weights = [entry.weight for entry in entries]
         return MixedCaches(parts, weights=weights, seed=config.seed, state=progress.data or None)
 
     def train(self) -> dict[str, Any]:
@@ -172,7 +177,7 @@ class _Run:
                     share = progress.share(sequences[-1].tokens_done)
                     values = {"loss": result.loss, "lr": lr, "grad_norm": result.grad_norm, "rows": result.rows}
                     values |= {"progress": share, "epoch": max(part["epoch"] for part in progress.data["caches"])}
-                    for entry, (loss, rows) in zip(config.caches, result.by_cache, strict=True):
+                    for entry, (loss, rows) in zip(config.parts, result.by_cache, strict=True):
                         values |= {f"loss{entry.suffix}": loss, f"rows{entry.suffix}": rows} if rows else {}
                     if config.data.rows.chooses:
                         values["rows_left_out"] = MixedCaches.counts_of(progress.data).rows_left_out
@@ -280,8 +285,10 @@ class _Run:
         return line.replace("data:", f"data of {entry.name}:", 1) if entry.name else line
 
     def _mixture(self) -> list[str]:
-        """Return a line about the shares of several caches, and how much of each is read."""
-        entries, passes = self.config.caches, self.dataset.passes()
+        """Return a line about the shares of several caches and how much of each is read, or about their mean."""
+        entries, passes, cache = self.config.parts, self.dataset.passes(), self.dataset.parts[0].cache
+        if isinstance(cache, MeanCache):
+            return [cache.describe()]
         if len(entries) == 1:
             return []
         total = sum(entry.weight for entry in entries)

@@ -19,6 +19,7 @@ from teachercache.errors import UsageError
 from teachercache.format.spec import CacheSpec, SampledRows
 from trainer.checkpoint import resolve_model_folder, wait_for_store
 from trainer.config import TrainConfig, TrainerConfig
+from trainer.data.mean import check_averages
 from trainer.limits import state_bytes
 from trainer.model import Model, activation, attention, lora, student
 from trainer.model.liger import apply_liger, describe_liger
@@ -98,6 +99,8 @@ def check_names(config: TrainerConfig, caches: Sequence[Cache]) -> None:
     for number, (entry, cache) in enumerate(zip(config.caches, caches, strict=True)):
         assert entry.split is not None
         check_rows(config, cache.spec, cache.url)
+        if config.data.combine is not None:
+            check_averages(cache)
         own = number < len(config.data.caches) and config.data.caches[number].split is not None
         check_split(cache, entry.split, f"data.caches.{number}.split" if own else "split")
         if config.eval.every_steps or "split" in config.eval.model_fields_set:

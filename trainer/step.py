@@ -35,7 +35,7 @@ class TrainingDiverged(TeacherCacheError):
 class StepResult:
     """What one step did: its loss is the mean over its valid rows in nats, its tokens leave padding out.
 
-    by_cache  the same loss and number of rows for the rows of each cache
+    by_cache  the same loss and number of rows for the rows of each cache (each of the configuration's `parts`)
     """
 
     loss: float
@@ -71,7 +71,7 @@ class Step:
 
     def run(self, sequences: Sequence[PackedSequence], *, lr: float, loss_limit: float | None = None) -> StepResult:
         """Take one step. Raises TrainingDiverged, before an update, for what is not finite or above loss_limit."""
-        rows = [0] * len(self.config.caches)
+        rows = [0] * len(self.config.parts)
         for sequence in sequences:
             rows[sequence.cache] += sum(int(valid.sum()) for _, _, valid in self._shares(sequence))
         total = sum(rows)

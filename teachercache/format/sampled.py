@@ -67,6 +67,22 @@ def sample_row(
     return SampledRow(kept.astype(np.int32), logprobs.astype(np.float32), k, tail)
 
 
+def row_weights(
+    logprobs: npt.NDArray[np.floating[Any]], tail: npt.NDArray[np.floating[Any]], exact: npt.NDArray[np.integer[Any]]
+) -> Float64Array:
+    """Return the weights [r, n] of stored sampled rows; each row sums to 1.
+
+    A drawn entry's comes from the tail, which float16 did not round; the exact ones are scaled to what is left.
+    """
+    n, count = logprobs.shape[1], exact.astype(np.int64)
+    is_exact = np.arange(n) < count[:, None]
+    drawn_mass = np.where(count < n, np.exp(tail.astype(np.float64)), 0.0)
+    weights = np.where(is_exact, np.exp(logprobs.astype(np.float64)), 0.0)
+    weights *= ((1 - drawn_mass) / weights.sum(axis=1))[:, None]
+    weights += np.where(is_exact, 0.0, (drawn_mass / np.maximum(n - count, 1))[:, None])
+    return weights
+
+
 def exact_part(top: Float64Array, rest: float, n: int, exact: int) -> tuple[int, float]:
     """Return how many entries are exact, and the mass outside them.
 

@@ -32,7 +32,7 @@ from teachercache.format.record import (
     content_key,
     row_uniforms,
 )
-from teachercache.format.sampled import LEAST_MASS, SLACK
+from teachercache.format.sampled import LEAST_MASS, SLACK, row_weights
 from teachercache.format.spec import CacheSpec, SampledRows
 from teachercache.parquet.codecs import get_codec
 from teachercache.read.cache import Cache
@@ -165,11 +165,7 @@ def thin_rows(
     """
     r, n = ids.shape
     place, new_place, count = np.arange(n), np.arange(entries), exact.astype(np.int64)
-    is_exact = place < count[:, None]
-    drawn_mass = np.where(count < n, np.exp(tail.astype(np.float64)), 0.0)
-    weights = np.where(is_exact, np.exp(logprobs.astype(np.float64)), 0.0)
-    weights *= ((1 - drawn_mass) / weights.sum(axis=1))[:, None]  # float16 rounded them, not the mass outside
-    weights += np.where(is_exact, 0.0, (drawn_mass / np.maximum(n - count, 1))[:, None])
+    weights = row_weights(logprobs, tail, exact)
     after = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]  # [r, n]: P(k)
     heaviest = np.maximum.accumulate(weights[:, ::-1], axis=1)[:, ::-1]
     k = np.arange(least, entries)

@@ -158,3 +158,44 @@ def test_a_resumed_run_has_the_same_caches(settings: dict[str, Any], cache_url: 
             runs.fit_here(config, f"data.caches={json.dumps(entries)}")
     with pytest.raises(UsageError, match="trained from 2 caches"):
         runs.fit_here(config, f"cache={cache_url}", "data.caches=[]")
+
+
+def test_a_run_takes_the_mean_of_two_teachers(
+    settings: dict[str, Any], teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One loss, held-out KL to each teacher, exact resumption; what a mean of rows cannot give is refused."""
+    teachers = [teacher, tiny.make_model(tmp_path / "other", seed=5)]
+    urls = [
+        tiny.make_cache(str(tmp_path / name), folder, rows=SampledRows(entries=12, exact=3), documents=20)
+        for name, folder in zip(("one", "two"), teachers, strict=True)
+    ]
+    entries = [{"url": url, "weight": weight} for url, weight in zip(urls, (3, 1), strict=True)]
+    data = settings["data"] | {"batch_tokens": 128, "caches": entries, "combine": "mean"}
+    training = settings["train"] | {"max_steps": 4}
+    config = runs.write_config(tmp_path / "mean.yaml", **(settings | {"data": data, "train": training}))
+    summary = runs.fit_here(config, "eval.every_steps=4")
+    assert "combine: the mean of 2 teachers' rows for 20 records" in capsys.readouterr().err
+    assert summary["data"]["not_in_all"] == 0
+    log = runs.metrics(tmp_path / "run")
+    assert all("loss" in line and not any(key.startswith("loss/") for key in line) for line in log)
+    (found,) = runs.metrics(tmp_path / "run", "eval")
+    assert found["heldout_kl"] == pytest.approx(0.75 * found["heldout_kl/one"] + 0.25 * found["heldout_kl/two"])
+    again = [f"output={tmp_path / 'again'}"]
+    runs.fit_here(config, *again, "train.max_steps=3", "eval={}")
+    with pytest.raises(UsageError, match=r"started with data\.combine = mean, found None"):
+        runs.fit_here(config, *again, "data.combine=null")
+    runs.fit_here(config, *again)
+    ours, theirs = (load_file(tmp_path / name / "final/model.safetensors") for name in ("run", "again"))
+    assert all(ours[key].equal(value) for key, value in theirs.items())
+
+    def refused(message: str, *overrides: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            runs.fit_here(config, f"output={tmp_path / 'no'}", *overrides)
+
+    top = settings["data"]["caches"][0]["url"]
+    refused("has top-16 rows: each teacher leaves out other tokens", f"data.caches.1.url={top}")
+    refused("several data.caches, found 1", f"data.caches=[{{url: {top}, weight: 1}}]")
+    refused("goes without data.top_k", "data.top_k=2")
+    refused("goes without data.rows", "data.rows.entropy_above=1")
+    refused("loss.method=online reads none", "loss.method=online", f"teacher={teacher}")
+    refused("temperature 1 alone", "loss.temperature=2")

@@ -19,7 +19,8 @@ import numpy as np
 
 from teachercache import Cache, Record
 from teachercache.errors import TeacherCacheError
-from teachercache.read.stream import Place, RecordStream
+from teachercache.read.stream import RecordStream
+from trainer.data.mean import MeanStream
 from trainer.data.packing import pack_block
 from trainer.data.sequence import PackedSequence, Piece, cut_record, min_context, pack_records, split_record
 from trainer.data.shared_order import SharedOrder, State
@@ -47,6 +48,8 @@ class DataCounts:
     rows_cut: int = 0
     """Rows of truncated and dropped documents that were not used."""
     without_rows: int = 0
+    not_in_all: int = 0
+    """Documents that not every cache of a mean has, or has with the same tokens and rows."""
     rows_left_out: int = 0
     """Rows that data.rows kept out of the loss; their tokens stay as context."""
 
@@ -59,7 +62,7 @@ class _Pooled(NamedTuple):
 
     piece: Piece
     tokens: int
-    place: Place | None
+    place: Any
 
     def __len__(self) -> int:
         return len(self.piece.record.input_ids)
@@ -216,7 +219,7 @@ class PackedCache(SharedOrder):
             stream.close()
 
     def _read_block(
-        self, stream: RecordStream, pool: list[_Pooled], counts: DataCounts, seq_len: int, epoch: int
+        self, stream: RecordStream | MeanStream, pool: list[_Pooled], counts: DataCounts, seq_len: int, epoch: int
     ) -> bool:
         """Add records to the pool until it holds a block; returns whether the epoch ended."""
         wanted = self.block_sequences * seq_len
@@ -241,7 +244,9 @@ class PackedCache(SharedOrder):
                     pool.append(_Pooled(piece, counts.tokens_pending, place))
                     counts.tokens_pending = 0
                     held += len(pool[-1])
-            if kept and not np.any(record.loss_mask):
+            if isinstance(stream, MeanStream) and not stream.in_all:
+                counts.not_in_all += 1
+            elif kept and not np.any(record.loss_mask):
                 counts.without_rows += 1
             counts.tokens_pending += len(record.input_ids) - covered
         return False
@@ -297,7 +302,7 @@ class PackedCache(SharedOrder):
         return int.from_bytes(digest[:8], "big") < weight * 2**64
 
 
-def _with_rows(stream: RecordStream, pooled: list[_Pooled]) -> list[Piece]:
+def _with_rows(stream: RecordStream | MeanStream, pooled: list[_Pooled]) -> list[Piece]:
     """Return pieces with the teacher's rows, which the stream did not read with their records."""
     found = stream.fetch([item.place for item in pooled if item.place is not None], OF_ROWS)
     pieces = []
