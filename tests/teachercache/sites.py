@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
+
 import teachercache
 from teachercache.format import layout
 from teachercache.format.objects import Plan, PlanShard, Run
 from teachercache.format.sealed import seal, utc_now
 from teachercache.format.spec import Rows, SampledRows, TopKRows
-from teachercache.testing import synthetic_records, synthetic_spec
+from teachercache.testing import synthetic_record, synthetic_records, synthetic_spec
 
 HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u202e\x1b[2J{{body}}&amp;'
 
@@ -72,3 +74,20 @@ def make_team(folder: Path) -> None:
     broken = make_cache(folder / "gpt-oss-20b/old", "openai/gpt-oss-20b", seed=4)
     path = folder / "gpt-oss-20b/old" / layout.manifest_path(broken.manifest.number)
     path.write_bytes(path.read_bytes()[:-20])
+
+
+def hostile_cache(url: Path) -> teachercache.Cache:
+    """A hostile string in every field that a string may be in."""
+    spec = synthetic_spec(name=HOSTILE, engine=HOSTILE)
+    overrides = {"revision": HOSTILE, "dtype": HOSTILE, "head_dtype": HOSTILE, "overrides": {HOSTILE: HOSTILE}}
+    spec = spec.model_copy(update={"teacher": spec.teacher.model_copy(update=overrides)})
+    writer = teachercache.create(url, spec, probe=False)
+    rng = np.random.default_rng(0)
+    meta = {"licence": HOSTILE, "url": HOSTILE}
+    record = dataclasses.replace(synthetic_record(rng, spec, HOSTILE, length=40), meta=meta)
+    said = {"shard_seconds": 1.0, "engine": HOSTILE, "device": HOSTILE}
+    writer.commit("a", [record], drops={HOSTILE: 3}, provenance=said)
+    writer.publish()
+    cache = teachercache.open(url)
+    register(cache, HOSTILE, 0.5)
+    return cache

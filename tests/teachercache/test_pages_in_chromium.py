@@ -12,8 +12,7 @@ from teachercache.console import printable
 from teachercache.store.store import Store
 from teachercache.views.catalog import catalog, find_caches, index
 from tests import browser
-from tests.teachercache.sites import HOSTILE, make_team
-from tests.teachercache.test_report import hostile_cache
+from tests.teachercache.sites import HOSTILE, hostile_cache, make_team
 
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.MISSING)
 MANY = 200
