@@ -1,4 +1,4 @@
-"""Axes say where they are: a label stands at the height or place of its value."""
+"""Axes say where they are: a label is at the height or place of its value."""
 
 from __future__ import annotations
 
