@@ -5,11 +5,12 @@ RUN := $(VENV)/bin/python
 MODEL := build/models/smollm2-135m
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: help setup model demo test lint types unit soak fuzz audit bench clean
+.PHONY: help setup model demo test lint types unit docs soak fuzz audit bench clean
 help:
 	@echo "make demo   the whole path once on this machine: teacher → Ray job → Parquet on S3 → student"
 	@echo "make test   set-up, lint, types, unit and integration tests: what CI runs, in 15 minutes on two cores"
 	@echo "make unit   the fast tests only, in 90 seconds      make lint   ruff and the word list      make types  mypy"
+	@echo "make docs   the documentation as a site with search, into build/site"
 	@echo "make fuzz   20,000 mutated files, 10 minutes         make audit  bandit, and known faults of the pinned packages"
 	@echo "make soak   the long chaos runs                     make bench  the figures that this machine can take"
 
@@ -37,6 +38,9 @@ test: lint types model
 
 unit: setup
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not (soak or engine or slow or gpu)" -n 2 --dist loadfile -x -q
+
+docs: setup
+	@$(RUN) scripts/make_site.py
 
 fuzz: setup
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz --examples 20000

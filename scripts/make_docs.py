@@ -204,6 +204,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "parity-rows": parity_rows,
     "step-memory": step_memory,
     "students-fit": students.fits,
+    "models": students.models,
+    "families": students.families,
     "metrics": metrics,
     "error-codes": error_codes,
     "error-index": error_index,

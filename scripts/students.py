@@ -17,7 +17,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.config import TrainerConfig
-from trainer.limits import POLICIES
 from trainer.memory import on_meta, plan_of
 
 SIZES = (
@@ -75,10 +74,50 @@ def fits() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+FILES = {
+    "SmolLM2": ("deploy/examples/demo-job.yaml", "deploy/examples/demo-train.yaml"),
+    "Llama": ("deploy/examples/llama-3.1-8b.job.yaml", "deploy/examples/llama-3.1-8b.train.yaml"),
+    "Qwen3": ("deploy/examples/qwen3-32b.job.yaml", "deploy/examples/qwen3-32b.train.yaml"),
+    "gemma": ("deploy/examples/gemma-3-27b.job.yaml", "deploy/examples/gemma-3-27b.train.yaml"),
+    "gpt-oss": ("deploy/examples/gpt-oss-20b.job.yaml", "deploy/examples/gpt-oss-20b.train.yaml"),
+}
+"""By how a model's name begins: the job of a teacher of its family, and a training file."""
+CHAT = {"SmolLM2": "smollm2", "Llama": "llama3_1, llama3_2", "Qwen3": "qwen3", "gemma": "gemma3", "gpt-oss": "gptoss"}
+"""The family's line in the table of chat templates of docs/TRAINING.md; SmolLM2's is in tests/pipeline/templates."""
+
+
 def memory(name: str, tokens: int) -> str:
-    """Return the least and the most memory that a step takes on one GPU, by checkpointing policy."""
-    peaks = plan_of(settings(tokens), student(name), 1, 1e6)["peak_gib_by_checkpointing"]
-    return f"{peaks['full']:.0f} to {peaks[POLICIES[0]]:.0f} GiB"
+    """Return the peaks on one GPU, keeping each layer's input alone and keeping everything."""
+    peaks = plan_of(settings(tokens), student(name), 1, GPUS["H200"])["peak_gib_by_checkpointing"]
+    return f"{peaks['full']:.0f} to {peaks['none']:.0f} GiB"
+
+
+def models() -> str:
+    """Return the table of models: family, files, memory of a step on one GPU, chat template."""
+    header = ["model", "family", "job and train file", *(f"{tokens:,} tokens" for tokens in LENGTHS), "chat template"]
+    lines = [header, ["---", "---", "---", "---:", "---:", "---"]]
+    for name, (model_type, _, _) in STUDENTS.items():
+        brand = next(brand for brand in FILES if name.startswith(brand))
+        files = ", ".join(f"[{kind}](../{path})" for kind, path in zip(("job", "train"), FILES[brand], strict=True))
+        lines.append(
+            [name, f"`{model_type}`", files, *(memory(name, tokens) for tokens in LENGTHS), f"`{CHAT[brand]}`"]
+        )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def families() -> str:
+    """Return the table of families: which tests a tiny model of each passes, and whether its layers can be fused."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as FUSED
+
+    from tests.trainer.model.test_families import CUT
+    from tests.trainer.model.test_student import ARCHITECTURES
+
+    cut = {model_type for model_type, _, _ in CUT.values()}
+    trained = {config.get_text_config().model_type for _, config in ARCHITECTURES.values()} | {"llama"}  # in most tests
+    lines = [["family", "cut from a teacher", "trained from packed rows", "fused layers"], ["---"] * 4]
+    for family in sorted(cut | trained):
+        lines.append([f"`{family}`", *("yes" if family in known else "" for known in (cut, trained, FUSED))])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":
