@@ -401,7 +401,7 @@ def push(
     cache = opened(url, manifest)
     with progress_bar("uploading") as progress:
         done = run_push(cache, to, public=public, progress=progress)
-    sent = f"{done.files} data files of {done.bytes:,} bytes and {done.objects} objects"
+    sent = f"{done.files} files of {done.bytes:,} bytes and {done.objects} small objects"
     what = sent if done.objects else "nothing was lacking"
     at = f"{to.rstrip('/')}@{done.commit}"
     answer(f"manifest {cache.manifest.number} is at {at}: {what}", dataclasses.asdict(done) | {"url": at}, json_)

@@ -155,7 +155,9 @@ def _store_failure(check: str, error: TeacherCacheError) -> Finding:
 def _credentials(url: str) -> str:
     """Return where the keys come from; never the keys."""
     if url.startswith("hf://"):
-        return "HF_TOKEN is " + ("set" if os.environ.get("HF_TOKEN") else "not set")
+        from huggingface_hub import get_token
+
+        return "with a token" if get_token() else "without a token"
     if not url.startswith(("s3://", "s3a://")):
         return "no credentials needed"
     places = {"ACCESS_KEY_ID": "the environment", "PROFILE": "a profile", "WEB_IDENTITY_TOKEN_FILE": "a web identity"}  # nosec B105: names

@@ -357,7 +357,9 @@ class TrainerConfig(Section):
     """Everything that `fit` and `eval` read."""
 
     cache: str | None = Field(
-        None, description="URL of the cache: s3://bucket/path, or a folder. Required, unless data.caches lists several."
+        None,
+        description="URL of the cache: s3://bucket/path, hf://datasets/ORG/NAME[@REVISION] or a folder. Required, unless "
+        "data.caches lists several.",
     )
     manifest: int | None = Field(None, description="Pin one manifest by number; default: the newest at first start.")
     student: str = Field(

@@ -253,11 +253,10 @@ def _explain_hub(error: Exception, kind: Kind, code: str, url: str, name: str, w
         return StoreDenied(f"{url}{where} is gated: accept its terms on its page and set HF_TOKEN.")
     if "RepositoryNotFoundError" in causes:
         return NotACache(
-            f"{url}{where}: there is no such data set, or it is private; check the name, and set HF_TOKEN to a token "
-            "that may read it."
+            f"{url}{where} does not exist, or it is private; check the name, and set HF_TOKEN to a token that may read it."
         )
     if "RevisionNotFoundError" in causes:
-        return NotACache(f"{url}{where}: the data set has no such revision; expected a branch, a tag or a commit.")
+        return NotACache(f"{url}{where} has no such revision; expected a branch, a tag or a commit.")
     if "OfflineModeIsEnabled" in causes:
         return UsageError(f"{url} cannot be reached: HF_HUB_OFFLINE is set.")
     if kind == "exists":

@@ -94,10 +94,9 @@ The full identity of the teacher is in {"spec.json" if repo else "teacher.json"}
 
 
 def _teacher(teacher: Mapping[str, Any]) -> str:
-    named = (
-        f"`{_line(teacher['name'])}` revision `{_line(teacher['revision'])}`, weights {teacher['weights_digest'][:16]}"
-    )
-    return f"{named}, engine {_line(teacher['engine'])}, {teacher['dtype']}, head in {teacher['head_dtype']}"
+    name = f"`{_line(teacher['name'])}`" + (f" revision `{_line(teacher['revision'])}`" if teacher["revision"] else "")
+    weights = f"weights {teacher['weights_digest'][:16]}"
+    return f"{name}, {weights}, engine {_line(teacher['engine'])}, {teacher['dtype']}, head in {teacher['head_dtype']}"
 
 
 def _configs(configs: Configs) -> str:
@@ -123,8 +122,7 @@ def _use(cache: Cache, configs: Configs, repo: str) -> str:
     text = f"""
 ## Use
 
-With [teachercache](https://pypi.org/project/teachercache/) (`pip install 'teachercache[hub]'`), every file checked
-against its digest; `@COMMIT` behind the name pins one commit:
+With teachercache and its extra `hub`, every file checked against its digest; `@COMMIT` behind the name pins a commit:
 ```python
 import teachercache
 
@@ -156,7 +154,7 @@ select doc_id, pos, ids[1] as top, lps[1] as logprob
 from (select doc_id, unnest(row_pos) as pos, unnest(topk_ids) as ids, unnest(topk_logprobs) as lps
       from read_parquet({[f"{url}/{path}" for path in paths]}, union_by_name=true));
 ```
-"""
+"""  # nosec B608: text of a page
 
 
 def _cost(commits: Iterable[Commit], rows: int) -> str:

@@ -39,7 +39,7 @@ class Pushed:
     """What `push` did."""
 
     commit: str  # of the data set; the one that was there where nothing was lacking
-    files: int  # data files that the commit made visible
+    files: int  # of rows and keys, that the commit made visible
     bytes: int  # of them
     objects: int  # small objects of the commit
 

@@ -40,6 +40,7 @@ from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.thin import thin
 from teachercache.upkeep.verify import verify
+from teachercache.urls import hide_credentials
 from teachercache.views.card import YOURS
 from teachercache.views.push import push
 from tests.fake_hub import SIGNATURE, Refuse
@@ -319,7 +320,7 @@ def test_a_data_set_that_would_leave_files_out_is_refused(hub, cache):
 @pytest.mark.parametrize(
     ("url", "token", "kind", "said"),
     [
-        ("hf://datasets/org/none", "hf_write", NotACache, "no such data set"),
+        ("hf://datasets/org/none", "hf_write", NotACache, "does not exist"),
         ("hf://datasets/org/none", "", NotACache, "set HF_TOKEN"),
         (URL, "", NotACache, "it is private"),
         (URL, "hf_wrong_secret", StoreDenied, "set HF_TOKEN to a valid token"),
@@ -338,6 +339,7 @@ def test_what_cannot_be_read_is_one_line(hub, cache, monkeypatch, url, token, ki
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
+    assert hide_credentials(str(caught.value)) == str(caught.value), "nothing of it is left out when it is printed"
 
 
 @pytest.mark.parametrize(
