@@ -229,7 +229,8 @@ def kill_at(hub, cache, number: int, *, answered: bool) -> None:
     assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def test_a_push_that_is_killed_at_any_request_completes_when_repeated(hub, cache):
+def test_a_push_that_is_killed_at_any_request_completes_when_repeated(hub, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a kill leaves its scratch folder
     push(teachercache.open(cache, 1), URL)
     hub.blobs.clear()
     requests = len(hub.requests)
