@@ -335,7 +335,8 @@ def catalog(
     """Write a static site: a page that lists the caches below a URL, and the report of each. Needs no server.
 
     The page sorts and filters in the browser. It has what rows cost and which students were registered (train.register).
-    Exit status 1 where a cache cannot be read; it is listed with the reason.
+    A report shows three documents of its cache: whoever sees the site sees them. Exit status 1 where a cache cannot be
+    read; it is listed with the reason.
 
     Example: teachercache catalog s3://bucket/team --out site
     """
@@ -347,6 +348,9 @@ def catalog(
         raise NotACache(f"there is no cache at {url} or up to {depth} levels below; check the URL, or raise --depth.")
     with progress_bar("reports") as progress:
         entries = make_catalog(Store.open(url).url, found, site, sample_files=files, progress=progress)
+    made = {entry.file for entry in entries}
+    if stale := [page.path for page in site.list("caches/") if page.path not in made]:
+        note(f"{len(stale):,} pages belong to no cache that was found: {', '.join(stale[:5])}; remove them", "note")
     for entry in entries:
         if entry.error:
             note(f"{entry.store.url}: {entry.error} [{entry.error.code}]")

@@ -52,13 +52,11 @@ def report(
     """
     data, ledger = summary(cache), Ledger(cache.store, cache.spec)
     sample = take_sample(cache, sample_files, progress)
-    state = (
-        tag("span", "complete", class_="badge good")
-        if data["complete"]
-        else tag("span", "incomplete", class_="badge bad")
-    )
+    word, kind = ("complete", "good") if data["complete"] else ("incomplete", "bad")
     since = f" manifest {data['manifest']} of {data['created'][:16].replace('T', ' ')} UTC"
-    lead = tag("p", state, since, tag("br"), tag("code", data["url"]), class_="lead")
+    lead = tag(
+        "p", tag("span", word, class_=f"badge {kind}"), since, tag("br"), tag("code", data["url"]), class_="lead"
+    )
     parts = [
         lead,
         None if data["complete"] else tag("p", incomplete_message(cache), class_="warn"),
@@ -86,7 +84,7 @@ def _tiles(data: dict[str, Any], sample: Sample) -> Element:
     loss, mass = sample.mean("loss"), sample.mean("coverage")
     return tiles(
         [
-            (f"rows of {_row(data)}", f"{data['rows']:,}"),
+            (f"rows of {data['top_k']} entries", f"{data['rows']:,}"),
             ("documents", f"{data['documents']:,}"),
             ("size", filesize.decimal(data["bytes"])),
             ("bytes a row", f"{data['bytes_per_row'] or 0:g}"),
@@ -94,11 +92,6 @@ def _tiles(data: dict[str, Any], sample: Sample) -> Element:
             ("teacher's perplexity", "–" if loss is None else f"{math.exp(loss):.2f}"),
         ]
     )
-
-
-def _row(data: dict[str, Any]) -> str:
-    kind = "weights" if data["rows_kind"]["kind"] == "sampled" else "tokens"
-    return f"{data['top_k']} {kind}"
 
 
 def _kept(data: dict[str, Any]) -> str:

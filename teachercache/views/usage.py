@@ -12,7 +12,6 @@ manifest: {manifest}
 split: {train}
 student: OWNER/MODEL  # with the same tokenizer
 output: runs/first
-train: {{register: true}}
 """
 OPEN = """\
 cache = teachercache.open({url}, manifest={manifest})

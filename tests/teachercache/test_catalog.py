@@ -40,6 +40,9 @@ def test_a_catalog_lists_what_can_be_read_and_says_what_cannot(tmp_path):
     assert len(links) == 4
     assert all('href="../index.html"' in (tmp_path / "site" / link).read_text(encoding="utf-8") for link in links)
     assert "0.1877" in index
+    (tmp_path / "team/gpt-oss-20b/mixed").rename(tmp_path / "elsewhere")
+    status, out = run("catalog", tmp_path / "team", "--out", tmp_path / "site")
+    assert "1 pages belong to no cache that was found: caches/gpt-oss-20b-mixed-" in out
 
 
 def test_a_site_on_an_object_store_is_served_as_html(s3_url, tmp_path):

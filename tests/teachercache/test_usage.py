@@ -24,7 +24,7 @@ def test_what_is_to_be_copied_runs(cache, tmp_path):
     texts = dict(usage(cache))
     (tmp_path / "train.yaml").write_text(texts.pop("Train a student: teachercache fit train.yaml"))
     config = load_config(tmp_path / "train.yaml")
-    assert (config.cache, config.manifest, config.train.register) == (cache.url, 1, True)
+    assert (config.cache, config.manifest, config.split) == (cache.url, 1, "train")
     assert config.eval.split == "heldout"
     for title, text in texts.items():
         out, names = io.StringIO(), {}
