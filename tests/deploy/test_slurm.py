@@ -95,7 +95,7 @@ def test_several_gpus_are_torchruns_and_nodes_join_the_first(tmp_path: Path) -> 
     run = Run(tmp_path)
     assert run.start("student.sbatch", "t.yaml", SLURM_GPUS_ON_NODE="8").wait(timeout=30) == 0
     assert run.said() == ["torchrun --standalone --nproc-per-node 8 -m trainer fit t.yaml"]
-    run = Run(tmp_path)
+    run = Run(tmp_path, python='until grep -q srun "$CALLS"; do sleep 0.02; done')
     assert run.start("teacher.sbatch", "j.yaml").wait(timeout=30) == 0
     said = run.said()
     assert "ray start --head --port 6379" in said
