@@ -58,7 +58,8 @@ def fit(
     _quiet()
     from trainer.fit import fit as run_fit
 
-    _print(run_fit(config), as_json, "fit")
+    if summary := run_fit(config):  # of several ranks, the first has one
+        _print(summary, as_json, "fit")
 
 
 @app.command("eval")

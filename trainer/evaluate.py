@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from trainer import setup
 from trainer.checkpoint import resolve_model_folder
 from trainer.config import TrainerConfig
 from trainer.data.dataset import PackedCache
-from trainer.data.sequence import NO_LABEL, PackedSequence
+from trainer.data.sequence import NO_LABEL, PackedSequence, no_rows
 from trainer.losses import TeacherRows
-from trainer.model import Model, student
+from trainer.model import Model, parallel, student
 from trainer.model.attention import DocumentLayout
 
 ECE_BINS = 15
@@ -38,11 +39,33 @@ CHUNK_ROWS = 512
 def heldout_sequences(
     cache: Cache, split: str, seq_len: int, max_rows: int | None, *, pad: bool = False
 ) -> Iterable[PackedSequence]:
-    """Iterate over a split once, unshuffled, until max_rows rows were seen: the same sequences every time."""
-    rows = 0
-    for sequence in PackedCache(cache, split=split, seq_len=seq_len, shuffle=False, epochs=1, pad=pad):
+    """Iterate over a split once, unshuffled, until max_rows rows were seen: the same sequences every time.
+
+    Of several ranks each takes its share of them; all take equally many steps, some on a sequence without rows.
+    """
+    rows, rank = 0, parallel.rank()
+    ours = iter(
+        PackedCache(
+            cache,
+            split=split,
+            seq_len=seq_len,
+            shuffle=False,
+            epochs=1,
+            pad=pad,
+            rank=rank,
+            world_size=parallel.count(),
+        )
+    )
+    while True:
+        sequence = next(ours, None)
+        counts = parallel.gathered(-1 if sequence is None else sequence.num_rows)
+        if max(counts) < 0:
+            return
+        before = rows + sum(max(0, count) for count in counts[:rank])
+        if sequence is None or (max_rows is not None and before >= max_rows):
+            sequence = no_rows(cache.spec.rows, seq_len if pad else 2)
         yield sequence
-        rows += sequence.num_rows
+        rows += sum(max(0, count) for count in counts)
         if max_rows is not None and rows >= max_rows:
             return
 
@@ -61,17 +84,20 @@ def evaluate(
     The model's mode is restored. Raises TeacherCacheError when there is no row. Memory: CHUNK_ROWS · V · 4 bytes of
     logits a few times over; with a teacher, R · V · 4 bytes for a sequence's rows.
     """
-    device, head = next(model.parameters()).device, student.head(model)
+    device = next(model.parameters()).device
     sums: Counter[str] = Counter()
     calibration = torch.zeros(3, ECE_BINS, dtype=torch.float64)  # rows, confidence and correctness, summed in each bin
     was_training, started = model.training, time.monotonic()
     model.eval()
-    for cpu_sequence in sequences:
-        sequence = cpu_sequence.to(device)
+
+    def measure(sequence: PackedSequence) -> None:
         layout = DocumentLayout(sequence.document_lengths, attention_kind, device)
         where = (sequence.input_ids, sequence.position_ids)
         hidden = student.hidden_states(model, *where, layout).index_select(0, sequence.row_index)
         theirs = student.row_logits(teacher, *where, sequence.row_index, layout) if teacher is not None else None
+        student.at_head(model, partial(add, sequence, theirs), hidden)
+
+    def add(sequence: PackedSequence, theirs: Tensor | None, head: student.Head, hidden: Tensor) -> None:
         for start in range(0, sequence.num_rows, CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             rows = sequence.teacher_rows(part)
@@ -81,10 +107,17 @@ def evaluate(
                 teacher_logprobs = theirs[part, :vocab_size].log_softmax(dim=1)
                 full = (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).double().sum().item()
                 sums.update({"kl_full": full})
+
+    for sequence in sequences:
+        parallel.inside(model, measure, sequence.to(device))
+    parallel.settle(model)
     model.train(was_training)
+    of_ranks, sums = parallel.gathered((sums, calibration)), Counter()
+    for each, _ in of_ranks:
+        sums.update(each)
+    count, confidence, correct = torch.stack([each for _, each in of_ranks]).sum(dim=0)
     if sums["rows"] == 0:
         raise TeacherCacheError("nothing to evaluate: the split has no valid row")
-    count, confidence, correct = calibration
     sampled = sums["drawn_rows"] > 0
     result: dict[str, Any] = {
         "heldout_kl": sums["kl"] / sums["rows"],
@@ -164,8 +197,9 @@ def _standard_error(sums: Mapping[str, float]) -> float:
 def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:
     """Evaluate `config.student` on one split of the configured caches, against `config.teacher` too where it is set.
 
-    Nothing is written. Raises UsageError where a cache does not fit the student or lacks the split.
+    Nothing is written. Raises UsageError where a cache does not fit the student or lacks the split, and under torchrun.
     """
+    parallel.refuse_several("eval")
     compute = setup.choose_compute(config.train)
     setup.configure_torch(config.train)
     folder = resolve_model_folder(config.student)

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,11 +26,11 @@ from trainer.data.lengths import describe_lengths
 from trainer.data.mean import MeanCache
 from trainer.data.mixed import MixedCaches
 from trainer.data.prefetch import Interrupted, Prefetcher
-from trainer.data.sequence import PackedSequence
+from trainer.data.sequence import PackedSequence, no_rows
 from trainer.evaluate import evaluate_caches
 from trainer.lease import Lease
 from trainer.metrics import Meter, MetricsLog, Screen
-from trainer.model import student
+from trainer.model import parallel, student
 from trainer.optim import accumulate_in_float32, build_optimizer, lr_factor
 from trainer.register import register
 from trainer.step import Step
@@ -39,50 +40,81 @@ class Stopped(TeacherCacheError):
     """A signal ended the run; it saved itself and the same command resumes it."""
 
     code = "TC-T102"
+    alike = True
     remedy = "Run the same command to resume."
 
 
 def fit(config: TrainerConfig) -> dict[str, Any]:
     """Train; the same call again continues from the newest checkpoint of `output`.
 
-    Returns a summary: steps, rows, tokens, mean loss, where checkpoint and model are.
+    Returns a summary: steps, rows, tokens, mean loss, where checkpoint and model are. Of several ranks, rank 0 does.
     Raises UsageError before any weight is loaded when the cache, the student or the output cannot be used, and Stopped
     after SIGTERM or SIGINT.
     """
     if config.output is None:
         raise UsageError("fit needs output=FOLDER (or s3://…) for checkpoints and logs")
     compute = setup.choose_compute(config.train)
-    folder = CheckpointFolder(config.output)
-    lease = Lease(folder.store, take_over=config.take_over)
-    wait_for_store(lease.peek, f"opening {config.output}")
-    saved = resume.newest(folder)
-    caches = setup.open_caches(config, [then["manifest"] for then in saved.state["caches"]] if saved else None)
-    source = saved.folder if saved else resolve_model_folder(config.student)
-    student.check_fits(source, caches[0])
-    if saved:
-        resume.check_resumable(saved.state, config, caches)
-    models = resume.begun_from(config, source, saved)
-    if saved and folder.index().finished and resume.ends_alike(saved.state, config.train):
-        say(f"{config.output} is finished: step {saved.state['step']:,}; for another run choose another output")
-        summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
-        if config.train.register:
-            register(config, caches, folder, summary)
-        return summary
-    setup.check_names(config, caches)
-    setup.configure_torch(config.train)
-    lease.acquire()
-    try:
-        latest = folder.index().latest
-        if (latest.step if latest else None) != (saved.state["step"] if saved else None):
-            raise UsageError(f"another run saved to {config.output} just now: run the same command again")
-        folder.sweep()
-        with limits.explained(config, folder.disk, 0):
-            run = _Run(config, caches, folder, source, saved, compute, lease, models)
-        discard(source)  # everything of it is loaded; of a large student it is tens of GB
-        with limits.explained(config, folder.disk, run.checkpoint_bytes):
-            return run.train()
-    finally:
-        lease.release()
+    with parallel.joined(compute.device) as device:
+        beginning = _Beginning(config, CheckpointFolder(config.output))
+        summary, manifests, source, saved, models = parallel.first(beginning.check)
+        if summary is not None:
+            return summary if parallel.rank() == 0 else {}
+        caches = beginning.caches or setup.open_caches(config, manifests)
+        setup.configure_torch(config.train)
+        folder, lease = beginning.folder, beginning.lease
+        parallel.first(partial(beginning.take, saved))
+        try:
+            with limits.explained(config, folder.disk, 0):
+                run = _Run(config, caches, folder, source, saved, replace(compute, device=device), lease, models)
+            discard(source)  # everything of it is loaded; of a large student it is tens of GB
+            with limits.explained(config, folder.disk, run.checkpoint_bytes):
+                return run.train()
+        finally:
+            lease.release()
+
+
+class _Beginning:
+    """What is done before a weight is loaded: of several ranks, by rank 0."""
+
+    def __init__(self, config: TrainerConfig, folder: CheckpointFolder) -> None:
+        self.config, self.folder = config, folder
+        self.lease = Lease(folder.store, take_over=config.take_over)
+        self.caches: list[Cache] = []
+
+    def check(self) -> tuple[dict[str, Any] | None, list[int], Path, resume.Saved | None, dict[str, dict[str, str]]]:
+        """Return the summary of a finished run; the manifests, the model's folder and what else a run begins with."""
+        config, folder = self.config, self.folder
+        wait_for_store(self.lease.peek, f"opening {config.output}")
+        saved = resume.newest(folder)
+        pinned = [then["manifest"] for then in saved.state["caches"]] if saved else None
+        self.caches = caches = setup.open_caches(config, pinned)
+        manifests = [cache.manifest.number for cache in caches]
+        source = saved.folder if saved else resolve_model_folder(config.student)
+        student.check_fits(source, caches[0])
+        if saved:
+            resume.check_resumable(saved.state, config, caches)
+        models = resume.begun_from(config, source, saved)
+        if saved and folder.index().finished and resume.ends_alike(saved.state, config.train):
+            say(f"{config.output} is finished: step {saved.state['step']:,}; for another run choose another output")
+            summary: dict[str, Any] = json.loads(folder.get_text("summary.json"))
+            if config.train.register:
+                register(config, caches, folder, summary)
+            return summary, manifests, source, saved, models
+        setup.check_names(config, caches)
+        setup.check_ranks(config)
+        return None, manifests, source, saved, models
+
+    def take(self, saved: resume.Saved | None) -> None:
+        """Take the lease, unless another run did meanwhile, and sweep up what a killed run left."""
+        self.lease.acquire()
+        try:
+            latest = self.folder.index().latest
+            if (latest.step if latest else None) != (saved.state["step"] if saved else None):
+                raise UsageError(f"another run saved to {self.folder.url} just now: run the same command again")
+            self.folder.sweep()
+        except BaseException:
+            self.lease.release()
+            raise
 
 
 class _Run:
@@ -103,13 +135,13 @@ class _Run:
         torch.manual_seed(config.seed)
         self.model = setup.load_for_training(config, source, compute, resumed=saved is not None)
         optimizer = build_optimizer(self.model, config.optim)
-        if setup.sums_in_float32(config, compute.dtype):
+        if setup.sums_in_float32(config, compute.dtype, parallel.count()):
             accumulate_in_float32(self.model)
         teacher = setup.load_teacher(config, compute) if config.loss.method == "online" else None
         self.vocab_size = caches[0].spec.tokenizer.vocab_size
         self.kernels = setup.kernels_line(config, self.model, optimizer, compute)
         self.checkpoint_bytes = limits.checkpoint_bytes(self.model, config.optim, adapters=config.lora is not None)
-        limits.check_room(folder.disk, self.checkpoint_bytes)
+        parallel.first(partial(limits.check_room, folder.disk, self.checkpoint_bytes))
         self.step = Step(
             self.model, optimizer, config, attention_kind=compute.attention, vocab_size=self.vocab_size, teacher=teacher
         )
@@ -149,32 +181,35 @@ class _Run:
             )
             for c, (entry, cache) in enumerate(zip(config.parts, caches, strict=True))
         ]
-        return MixedCaches(parts, weights=weights, seed=config.seed, state=progress.data or None)
+        ranks = {"rank": parallel.rank(), "world_size": parallel.count()}
+        return MixedCaches(parts, weights=weights, seed=config.seed, **ranks, state=progress.data or None)
 
     def train(self) -> dict[str, Any]:
-        """Step until done; return the summary."""
-        config, progress, stop, opening = self.config, self.progress, threading.Event(), self._opening()
+        """Step until done; return the summary, of several ranks on rank 0 alone."""
+        config, progress, stop, first = self.config, self.progress, threading.Event(), parallel.rank() == 0
+        opening = self._opening() if first else []
+        log: Any = MetricsLog(self.folder, config, resumed_step=progress.step) if first else _Nothing()
         with (
-            closing(MetricsLog(self.folder, config, resumed_step=progress.step)) as log,
-            closing(Screen()) as screen,
+            closing(log),
+            closing(cast("Any", Screen() if first else _Nothing())) as screen,
             closing(Prefetcher(self.dataset, pin=self.compute.on_gpu, stop=stop)) as prefetcher,
             stop_on_signals(stop),
         ):
             for line in opening:
                 screen.say(line)
             meter = Meter(self.model, self.compute.device)
-            while not progress.done and not stop.is_set() and not self.lease.lost:
+            while not progress.done and not self._ended(stop):
                 waited = time.perf_counter()
-                sequences = self._next_batch(prefetcher)
+                sequences, begins, ends = self._next_batch(prefetcher)
                 if not sequences:
                     break
                 started = time.perf_counter()
-                lr = config.optim.lr * lr_factor(config.optim, progress.step, progress.share(sequences[0].tokens_done))
+                lr = config.optim.lr * lr_factor(config.optim, progress.step, progress.share(begins))
                 result = self.step.run(sequences, lr=lr, loss_limit=progress.loss_limit(config.train.spike_factor))
                 seconds = time.perf_counter() - started
                 progress.count(loss=result.loss, rows=result.rows, tokens=result.tokens)
                 if progress.step % config.log.every_steps == 0:
-                    share = progress.share(sequences[-1].tokens_done)
+                    share = progress.share(ends)
                     values = {"loss": result.loss, "lr": lr, "grad_norm": result.grad_norm, "rows": result.rows}
                     values |= {"progress": share, "epoch": max(part["epoch"] for part in progress.data["caches"])}
                     for entry, (loss, rows) in zip(config.parts, result.by_cache, strict=True):
@@ -190,42 +225,55 @@ class _Run:
                     self._save(log)
             if (
                 config.eval.every_steps
-                and not stop.is_set()
-                and not self.lease.lost
-                and self.checkpoints.heldout_kl() is None
+                and not self._ended(stop)
+                and parallel.first(self.checkpoints.heldout_kl) is None
             ):
                 self._evaluate(log, screen, stop)
             self._save(log)
-            if stop.is_set():
+            if _agreed(stop):
                 raise Stopped(
                     f"stopped by a signal: saved step {progress.step} in {self.folder.url}; the same command continues"
                 )
             summary = self.checkpoints.finish()
             if config.train.register:
-                register(config, self.caches, self.folder, summary)
+                parallel.first(partial(register, config, self.caches, self.folder, summary))
             return summary
+
+    def _ended(self, stop: threading.Event) -> bool:
+        """Return whether a signal came or another run took the output over, on any rank."""
+        return any(parallel.gathered(stop.is_set() or self.lease.lost))
 
     def _save(self, log: MetricsLog) -> None:
         """Write log and checkpoint, unless another run has taken the output over: then LeaseLost."""
-        wait_for_store(self.lease.check, f"asking {self.folder.url}")
+        parallel.first(partial(wait_for_store, self.lease.check, f"asking {self.folder.url}"))
         log.sync()
         self.checkpoints.save()
 
-    def _next_batch(self, prefetcher: Prefetcher) -> list[PackedSequence]:
-        """Return the micro-batches of a step: fewer at the end of the data, none after it or once a signal came."""
+    def _next_batch(self, prefetcher: Prefetcher) -> tuple[list[PackedSequence], int, int]:
+        """Return this rank's micro-batches of a step, and the tokens done after the first and the last of all ranks'.
+
+        Fewer at the end of the data, none after it or once a signal came. Every rank gets as many, some without rows.
+        """
         sequences: list[PackedSequence] = []
-        before = self.progress.data
-        while len(sequences) < self.config.data.sequences_per_step:
+        before, interrupted = self.progress.data, False
+        while len(sequences) < self.config.data.sequences_per_step // parallel.count():
             try:
                 pair = next(prefetcher, None)
             except Interrupted:
-                self.progress.data = before
-                return []
+                interrupted = True
+                break
             if pair is None:
                 break
             sequences.append(pair[0])
             self.progress.data = pair[1]
-        return sequences
+        of_ranks = parallel.gathered((interrupted, [sequence.tokens_done for sequence in sequences]))
+        done = [count for _, counts in of_ranks for count in counts]
+        if not done or any(stopped for stopped, _ in of_ranks):
+            self.progress.data = before
+            return [], 0, 0
+        idle = no_rows(self.caches[0].spec.rows, self.config.data.seq_len if self.compute.on_gpu else 2)
+        sequences += [idle] * (max(len(counts) for _, counts in of_ranks) - len(sequences))
+        return sequences, min(done), max(done)
 
     def _evaluate(self, log: MetricsLog, screen: Screen, stop: threading.Event) -> None:
         """Measure on the held-out split, unless a signal comes meanwhile: half a minute is left to save then."""
@@ -233,7 +281,7 @@ class _Run:
         result = evaluate_caches(
             self.model, self.caches, config, config.eval.split, self.compute, only=partial(_until, stop)
         )
-        if stop.is_set():
+        if _agreed(stop):
             return
         log.write("eval", step, result)
         for entry in config.caches:
@@ -308,5 +356,19 @@ def _until(stop: threading.Event, sequences: Iterable[PackedSequence]) -> Iterat
     """Yield the sequences, up to the first after which `stop` is set."""
     for sequence in sequences:
         yield sequence
-        if stop.is_set():
+        if _agreed(stop):
             return
+
+
+def _agreed(stop: threading.Event) -> bool:
+    """Return whether a signal came to any rank; then it holds for this one, too."""
+    if agreed := any(parallel.gathered(stop.is_set())):
+        stop.set()
+    return agreed
+
+
+class _Nothing:
+    """What ranks behind the first have for a log and a screen: whatever is asked of it, it does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments, **_options: None

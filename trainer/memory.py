@@ -105,7 +105,7 @@ def step_memory(config: TrainerConfig, model: Model, policy: str, gpus: int = 1)
 
     weights = sum(p.numel() * p.itemsize for p in model.parameters()) // gpus
     states = trained * state_bytes(config.optim, head.dtype) // gpus if config.optim.state != "offload" else 0
-    summed = trained * 4 // gpus if sums_in_float32(config, head.dtype) else 0
+    summed = trained * 4 // gpus if sums_in_float32(config, head.dtype, gpus) else 0
     gradients = summed or trained * size // gpus
     head_gradient = rows * d * size if head.requires_grad and not summed else 0
 

@@ -20,7 +20,7 @@ from trainer.checkpoint import CheckpointFolder
 from trainer.config import MlflowConfig, TrainerConfig
 from trainer.data.sequence import PackedSequence
 from trainer.flops import matmul_parameters, measured_matmul_rate, step_flops
-from trainer.model import Model
+from trainer.model import Model, parallel
 
 METRICS = "metrics.jsonl"
 WANDB_ID = "wandb_id"
@@ -158,7 +158,10 @@ def _is_before(line: str, resumed_step: int) -> bool:
 
 
 class Meter:
-    """Speed of the steps: tokens/s, TFLOP/s of model work, share of this GPU's matrix rate, memory, time left."""
+    """Speed of the steps: tokens/s, TFLOP/s of model work, share of a GPU's matrix rate, memory, time left.
+
+    Of several ranks: tokens of all, TFLOP/s and share of each GPU, the memory of the fullest.
+    """
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._config, self._device = model.config.get_text_config(), device
@@ -167,20 +170,26 @@ class Meter:
         self._start: tuple[float, float] | None = None  # progress and time of the first step
 
     def measure(self, sequences: Sequence[PackedSequence], seconds: float, data_wait_s: float) -> dict[str, float]:
-        """Return one step's figures by name; padding is a share of the tokens and counts as no work."""
+        """Return one step's figures by name; padding is a share of the tokens and counts as no work. Every rank asks."""
         lengths = [length for s in sequences for length in s.document_lengths[: len(s.documents)]]
+        held = [s for s in sequences if s.documents]  # not those of a rank that had none left
+        padding, tokens = sum(s.num_padding for s in held), sum(s.input_ids.numel() for s in held)
         flops = step_flops(self._config, self._parameters, lengths)
+        memory = torch.cuda.max_memory_allocated(self._device) if self._peak else 0
+        of_ranks = parallel.gathered((padding, tokens, sum(lengths), flops, memory))
+        padding, tokens, trained, flops = (sum(each) for each in list(zip(*of_ranks, strict=True))[:4])
+        rate = flops / len(of_ranks) / seconds
         values = {
-            "padding": sum(s.num_padding for s in sequences) / sum(s.input_ids.numel() for s in sequences),
+            "padding": padding / tokens,
             "seconds": seconds,
             "data_wait_s": data_wait_s,
-            "tokens": sum(lengths),
-            "tokens_per_s": sum(lengths) / seconds,
-            "tflops": flops / seconds / 1e12,
+            "tokens": trained,
+            "tokens_per_s": trained / seconds,
+            "tflops": rate / 1e12,
         }
         if self._peak:
-            values["matmul_share"] = flops / seconds / self._peak
-            values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            values["matmul_share"] = rate / self._peak
+            values["memory_gib"] = max(each[-1] for each in of_ranks) / 2**30
         return values
 
     def line(self, values: dict[str, float]) -> str:

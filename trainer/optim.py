@@ -28,6 +28,7 @@ from teachercache.console import missing_module
 from teachercache.errors import UsageError
 from trainer.config import OptimConfig
 from trainer.model import Model
+from trainer.model.parallel import count, local, summed
 
 
 def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
@@ -44,11 +45,22 @@ def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
 
 
 def parameter_groups(model: Model, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trained parameters: matrices decay, vectors (norms, biases) do not; shared ones appear once."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return the trained parameters: matrices decay, vectors (norms, biases) do not; shared ones appear once.
+
+    Of a sharded one it is this rank's share, so that no optimiser needs to know of the others.
+    """
+    trained = [_share(parameter) for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = ([p for p in trained if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _share(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    if local(parameter) is parameter:
+        return parameter
+    share = torch.nn.Parameter(local(parameter.detach()))
+    share.sharded = parameter  # type: ignore[attr-defined]
+    return share
 
 
 def build_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
@@ -257,9 +269,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradient(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient, wherever it accumulates: `main_grad` or `grad`."""
+    """Return a parameter's gradient, wherever it accumulates: `main_grad` or `grad`. Of a share it is the share's."""
+    parameter = getattr(parameter, "sharded", parameter)
     main: Tensor | None = getattr(parameter, "main_grad", None)
-    return main if main is not None else parameter.grad
+    found = main if main is not None else parameter.grad
+    return None if found is None else local(found)
 
 
 def accumulate_in_float32(model: Model) -> None:
@@ -279,6 +293,22 @@ def accumulate_in_float32(model: Model) -> None:
             parameter.register_post_accumulate_grad_hook(fold)
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimiser make its state, as it does in its first step: one of zero gradients and no learning rate."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(0.0)
+        else:
+            group["lr"] = 0.0
+        for parameter in group["params"]:
+            whole = getattr(parameter, "sharded", parameter)
+            if gradient(parameter) is None:
+                whole.grad = torch.zeros_like(whole)
+    parameters = [getattr(p, "sharded", p) for group in optimizer.param_groups for p in group["params"]]
+    apply_step(optimizer, torch.zeros((), device=parameters[0].device), None)
+    clear_gradients(parameters)
+
+
 def clear_gradients(parameters: Iterable[Tensor]) -> None:
     """Drop `grad` and zero `main_grad`."""
     for parameter in parameters:
@@ -289,14 +319,17 @@ def clear_gradients(parameters: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm over all gradients, summed in float32: a 0-d tensor. ValueError where there is none."""
+    """Return the Euclidean norm over all gradients, summed in float32: a 0-d tensor. ValueError where there is none.
+
+    Of several ranks each adds the squares of its shares.
+    """
     grads = [grad for grad in map(gradient, parameters) if grad is not None]
     if not grads:
         raise ValueError("no parameter has a gradient: is anything trained?")
     # The same device and order every time, so the sum is reproducible.
     norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32))
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    return norm if count() == 1 else summed(norm.square()).sqrt()
 
 
 @torch.no_grad()
@@ -310,3 +343,5 @@ def apply_step(optimizer: torch.optim.Optimizer, norm: Tensor, clip_norm: float 
             grad = gradient(parameter)
             parameter.grad = None if grad is None else (grad * scale).to(parameter.dtype)
     optimizer.step()
+    if count() > 1:
+        optimizer.zero_grad()  # of the shares; those of the model's parameters go before the next step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +15,12 @@ from pydantic import BaseModel, Field, ValidationError
 
 from teachercache import Cache, fingerprint_config, fingerprint_tokenizer, fingerprint_weights
 from teachercache.errors import TeacherCacheError, UsageError
+from trainer import shards
 from trainer.checkpoint import FINAL, CheckpointFolder, discard, resolve_model_folder
 from trainer.config import TrainConfig, TrainerConfig
 from trainer.data.mixed import MixedCaches
-from trainer.model import Model, lora, student
+from trainer.model import Model, lora, parallel, student
+from trainer.optim import make_state
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
@@ -150,7 +152,8 @@ class Checkpointer:
     ) -> None:
         self.folder, self.model, self.optimizer, self.progress = folder, model, optimizer, progress
         self._tokenizer, self._adapters = student.tokenizer_files(source), config.lora is not None
-        self._keep_last = config.checkpoint.keep_last
+        self._keep_last, self._seed = config.checkpoint.keep_last, config.seed
+        self._student, self._trust = config.student, config.trust_remote_code
         read = [{"manifest": cache.manifest.number, "spec_digest": cache.spec.digest} for cache in caches]
         self._run = {"caches": read, "models": models, "config": config.model_dump(mode="json")}
         self.evaluated: tuple[int, float] | None = None
@@ -171,7 +174,11 @@ class Checkpointer:
                     raise ValueError("a compressed entry")  # torch.save compresses nothing, and a bomb needs it
             state = torch.load(source / OPTIMIZER, map_location="cpu", weights_only=True)
             self._check_shapes(state["optimizer"]["state"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            if parallel.count() > 1 or any(source.glob(f"*{shards.SUFFIX}")):
+                make_state(self.optimizer)
+                shards.load(self.optimizer, source, state["optimizer"])
+            else:
+                self.optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["rng"])
             if state["cuda_rng"] is not None and torch.cuda.is_initialized():
                 torch.cuda.set_rng_state(state["cuda_rng"])
@@ -185,10 +192,12 @@ class Checkpointer:
             raise _damaged(str(source / OPTIMIZER), error) from error
         for group, chosen in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(chosen)
+        self._reseed()
 
     def _check_shapes(self, state: dict[int, dict[str, Any]]) -> None:
         """Raise ValueError for a moment of another shape than its parameter: an expanded tensor is as large as it says."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        shares = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = [getattr(share, "sharded", share) for share in shares]
         for index, held in state.items():
             for key, value in held.items():
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameters[index].shape:
@@ -203,17 +212,42 @@ class Checkpointer:
         return saved[0] if saved else None
 
     def save(self) -> None:
-        """Write this step's checkpoint, unless it exists."""
-        self.folder.save(self.progress.step, self._write, heldout_kl=self.heldout_kl(), keep_last=self._keep_last)
+        """Write this step's checkpoint, unless it exists; all ranks call it."""
+
+        def save(write: Callable[[Path], None]) -> None:
+            self.folder.save(self.progress.step, write, heldout_kl=self.heldout_kl(), keep_last=self._keep_last)
+
+        parallel.with_all(save, self._write)
+        self._reseed()
+
+    def _reseed(self) -> None:
+        """Give several ranks different random numbers, which depend on the step alone: a resumed run has the same."""
+        if parallel.count() > 1:
+            torch.manual_seed((self._seed * 1_000_003 + self.progress.step) * 1_009 + parallel.rank())
 
     def finish(self) -> dict[str, Any]:
-        """Write the final model, with adapters merged, and mark the run finished; return its summary."""
+        """Write the final model, with adapters merged, and mark the run finished; return its summary.
+
+        All ranks call it; of several, rank 0 returns the summary and the others an empty one.
+        """
+        summary: dict[str, Any] = {}
+
+        def finish(write: Callable[[Path], None]) -> None:
+            summary.update(self._summary())
+            # The summary first: a finished run prints it.
+            self.folder.put("summary.json", json.dumps(summary, indent=1).encode())
+            self.folder.finish(write)
+
+        parallel.with_all(finish, self._write_final)
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
         index, progress, url = self.folder.index(), self.progress, self.folder.url
         latest, best = index.latest, index.best
         measured: dict[str, Any] = {"heldout_kl": latest.heldout_kl} if latest and best else {}
         if best:
             measured["best"] = f"step {best.step}: {best.heldout_kl:.4f} nats, {url}/{best.folder}"
-        summary = {
+        return {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "steps": progress.step,
             "rows": progress.rows,
@@ -224,23 +258,49 @@ class Checkpointer:
             "model": f"{url}/{FINAL}",
             "data": vars(MixedCaches.counts_of(progress.data)),
         }
-        # The summary first: a finished run prints it.
-        self.folder.put("summary.json", json.dumps(summary, indent=1).encode())
 
-        def write(folder: Path) -> None:
-            (lora.merged(self.model) if self._adapters else self.model).save_pretrained(folder)
+    def _write_final(self, folder: Path) -> None:
+        if self._adapters:
+            parallel.first(lambda: self._merged().save_pretrained(folder))
+        else:
+            self._save_model(folder)
+        if parallel.rank() == 0:
             student.write_files(self._tokenizer, folder)
 
-        self.folder.finish(write)
-        return summary
+    def _merged(self) -> Model:
+        """Return the model with its adapters merged; of several ranks, from what was written last, in CPU memory."""
+        if parallel.count() == 1:
+            return lora.merged(self.model)
+        latest = self.folder.index().latest
+        assert latest is not None
+        base, dtype = resolve_model_folder(self._student), next(student.decoder(self.model).parameters()).dtype
+        adapters = self.folder.fetch(latest)
+        model = lora.merge_saved(student.load_whole(base, dtype=dtype, trust_remote_code=self._trust), adapters)
+        discard(base)
+        discard(adapters)
+        return model
+
+    def _save_model(self, folder: Path) -> None:
+        """Write the model, of adapters these alone; rank 0 does, from tensors that all ranks gather."""
+        if parallel.count() == 1:
+            self.model.save_pretrained(folder)
+            return
+        tensors = parallel.whole_tensors(self.model, trained_alone=self._adapters)
+        if parallel.rank() == 0:
+            self.model.save_pretrained(folder, state_dict=tensors)
 
     def _write(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+        self._save_model(folder)
+        if parallel.count() > 1:
+            shards.save(self.optimizer, folder)
+        if parallel.rank():
+            return
         if self._adapters:  # they alone were saved: what they adapt is in the configuration
             student.base(self.model).config.save_pretrained(folder)
         student.write_files(self._tokenizer, folder)
         cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        held = {"optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
+        numbers = self.optimizer.state_dict() if parallel.count() == 1 else shards.numbers_of(self.optimizer)
+        held = {"optimizer": numbers, "rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
         torch.save(held, folder / OPTIMIZER)
         state = {**{key: getattr(self.progress, key) for key in PROGRESS}, **self._run}
         (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")

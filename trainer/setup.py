@@ -21,7 +21,7 @@ from trainer.checkpoint import resolve_model_folder, wait_for_store
 from trainer.config import TrainConfig, TrainerConfig
 from trainer.data.mean import check_averages
 from trainer.limits import state_bytes
-from trainer.model import Model, activation, attention, lora, student
+from trainer.model import Model, activation, attention, lora, parallel, student
 from trainer.model.liger import apply_liger, describe_liger
 
 
@@ -91,6 +91,20 @@ def open_caches(config: TrainerConfig, manifests: Sequence[int] | None = None) -
                 raise UsageError(f"data.caches has the same cache twice, {other.url} and {cache.url}: give it once")
         caches.append(cache)
     return caches
+
+
+def check_ranks(config: TrainerConfig) -> None:
+    """Raise UsageError for what several ranks cannot do: batches that they cannot share, a length that follows the clock."""
+    ranks, batch = parallel.count(), config.data.sequences_per_step
+    if batch % ranks:
+        raise UsageError(
+            f"a step's {batch} sequences cannot be shared by {ranks} ranks: set data.batch_tokens to a multiple of {ranks} × "
+            f"data.seq_len = {ranks * config.data.seq_len:,}"
+        )
+    if ranks > 1 and config.data.length_curriculum and config.train.max_steps:
+        raise UsageError(
+            "data.length_curriculum over several ranks goes by the data alone: set train.epochs in place of train.max_steps"
+        )
 
 
 def check_names(config: TrainerConfig, caches: Sequence[Cache]) -> None:
@@ -166,9 +180,10 @@ def load_frozen(folder: Path, compute: Compute, *, trust_remote_code: bool) -> M
 
 
 def _load(folder: Path, compute: Compute, trust_remote_code: bool) -> Model:
-    model = student.load_student(
-        folder, dtype=compute.dtype, device=compute.device, trust_remote_code=trust_remote_code
-    )
+    place = (
+        compute.device if parallel.count() == 1 else torch.device("cpu")
+    )  # `student.shard` moves it, a unit at a time
+    model = student.load_student(folder, dtype=compute.dtype, device=place, trust_remote_code=trust_remote_code)
     if compute.autocast:
         layers = student.decoder(model)
         layers.forward = torch.autocast(compute.device.type, dtype=torch.bfloat16)(layers.forward)
@@ -176,9 +191,12 @@ def _load(folder: Path, compute: Compute, trust_remote_code: bool) -> Model:
 
 
 def load_teacher(config: TrainerConfig, compute: Compute) -> Model:
-    """Load the live teacher that the configuration names. Raises UsageError where it is no model."""
+    """Load the live teacher that the configuration names, in shares. Raises UsageError where it is no model."""
     assert config.teacher is not None
-    return load_frozen(resolve_model_folder(config.teacher), compute, trust_remote_code=config.trust_remote_code)
+    folder = resolve_model_folder(config.teacher)
+    teacher = load_frozen(folder, compute, trust_remote_code=config.trust_remote_code)
+    student.shard(teacher)
+    return teacher
 
 
 def load_for_training(config: TrainerConfig, folder: Path, compute: Compute, *, resumed: bool) -> Model:
@@ -204,6 +222,7 @@ def load_for_training(config: TrainerConfig, folder: Path, compute: Compute, *, 
         ALL_ATTENTION_FUNCTIONS.register(attention.NAME, torch.compiler.disable(attention.document_attention))
         for layer in layers:
             layer.compile(dynamic=True)
+    student.shard(model)
     return model.train()
 
 
@@ -226,9 +245,9 @@ def kernels_line(config: TrainerConfig, model: Model, optimizer: torch.optim.Opt
     )
 
 
-def sums_in_float32(config: TrainerConfig, dtype: torch.dtype) -> bool:
+def sums_in_float32(config: TrainerConfig, dtype: torch.dtype, ranks: int) -> bool:
     """Return whether micro-batches add up in float32 buffers next to the gradients: bf16 ones that accumulate do."""
-    return dtype == torch.bfloat16 and config.data.sequences_per_step > 1
+    return dtype == torch.bfloat16 and config.data.sequences_per_step > ranks
 
 
 def choose_policy(model: Model, config: TrainerConfig, compute: Compute) -> str:
@@ -242,7 +261,13 @@ def choose_policy(model: Model, config: TrainerConfig, compute: Compute) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     dtype = compute.dtype
     state = 0 if config.optim.state == "offload" else state_bytes(config.optim, dtype)
-    reserved = trained * (state + dtype.itemsize + (4 if sums_in_float32(config, dtype) else 0))
+    ranks = parallel.count()
+    reserved = trained * (state + dtype.itemsize + (4 if sums_in_float32(config, dtype, ranks) else 0)) // ranks
+    if ranks > 1:  # the model is still in CPU memory; two layers, or the head and its gradient, are whole at a time
+        layer = max(sum(p.numel() for p in layer.parameters()) for layer in student.layer_stack(model)[1])
+        whole = max(2 * dtype.itemsize * layer, (dtype.itemsize + 4) * student.head(model).weight.numel())
+        reserved += dtype.itemsize * sum(p.numel() for p in model.parameters()) // ranks + whole
+        free = min(parallel.gathered(free))
     return activation.choose_policy(
         model.config.get_text_config(), config.data.seq_len, free - reserved, element_size=dtype.itemsize
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.data.sequence import NO_LABEL, PackedSequence
 from trainer.losses import TeacherRows, kl_loss, online_kl_loss
 from trainer.losses.online import sampled_rows
-from trainer.model import Model, student
+from trainer.model import Model, parallel, student
 from trainer.model.attention import DocumentLayout
 from trainer.optim import apply_step, clear_gradients, gradient_norm
 
@@ -28,6 +29,7 @@ class TrainingDiverged(TeacherCacheError):
     """A loss or gradient is not finite, or far above the running mean; names the documents of the batch."""
 
     code = "TC-T101"
+    alike = True
     remedy = "Lower optim.lr or raise its warm-up, and resume from the last checkpoint."
 
 
@@ -74,6 +76,8 @@ class Step:
         rows = [0] * len(self.config.parts)
         for sequence in sequences:
             rows[sequence.cache] += sum(int(valid.sum()) for _, _, valid in self._shares(sequence))
+        tokens = sum(sequence.input_ids.numel() - sequence.num_padding for sequence in sequences)
+        *rows, tokens = map(sum, zip(*parallel.gathered([*rows, tokens]), strict=True))
         total = sum(rows)
         if total == 0:
             raise TeacherCacheError(f"no valid row in a step's batch of documents {_names(sequences)}")
@@ -83,12 +87,13 @@ class Step:
             part = self.loss(sequence.to(self.device), num_valid=total)
             part.backward()
             losses[sequence.cache] += part.detach()
+        parallel.summed(losses)
         norm = gradient_norm(self.parameters)
         result = StepResult(
             loss=losses.sum().item(),
             grad_norm=norm.item(),
             rows=total,
-            tokens=sum(sequence.input_ids.numel() - sequence.num_padding for sequence in sequences),
+            tokens=tokens,
             by_cache=tuple((loss * total / max(n, 1), n) for loss, n in zip(losses.tolist(), rows, strict=True)),
         )
         problem = ""
@@ -125,10 +130,29 @@ class Step:
 
     def loss(self, sequence: PackedSequence, *, num_valid: int) -> torch.Tensor:
         """Return the configured loss, the sum over the sequence's valid rows / num_valid: a scalar."""
-        config, head = self.config.loss, student.head(self.model)
         tokens = (sequence.input_ids, sequence.position_ids)
         layout = DocumentLayout(sequence.document_lengths, self.attention_kind, self.device)
-        hidden = student.hidden_states(self.model, *tokens, layout).index_select(0, sequence.row_index)
+
+        def whole() -> torch.Tensor:
+            hidden = student.hidden_states(self.model, *tokens, layout).index_select(0, sequence.row_index)
+            logits = None
+            if self.config.loss.method == "online":
+                assert self.teacher is not None
+                logits = student.row_logits(self.teacher, *tokens, sequence.row_index, layout)
+            return student.at_head(self.model, partial(self._head_loss, sequence, num_valid, logits), hidden)
+
+        return parallel.inside(self.model, whole)
+
+    def _head_loss(
+        self,
+        sequence: PackedSequence,
+        num_valid: int,
+        logits: torch.Tensor | None,
+        head: student.Head,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the loss of hidden states [R, d]; `logits` are a live teacher's."""
+        config = self.config.loss
         hidden = head.scaled(hidden)
         weight = head.weight.to(hidden.dtype)
         call: dict[str, Any] = {
@@ -137,9 +161,7 @@ class Step:
             "bias": head.bias,
             "chunk_size": config.chunk_size,
         }
-        if config.method == "online":
-            assert self.teacher is not None
-            logits = student.row_logits(self.teacher, *tokens, sequence.row_index, layout)
+        if logits is not None:
             if config.tail is None:
                 return online_kl_loss(hidden, weight, logits, options=config.for_head(head.softcap), **call)
             rows = self._live_rows(logits[:, : call["vocab_size"]], sequence)
@@ -174,6 +196,8 @@ class Step:
 
 
 def _names(sequences: Sequence[PackedSequence], limit: int = 20) -> str:
-    names = [f"{doc_id}#{window}" for sequence in sequences for doc_id, window in sequence.documents]
+    """Return the documents of a step; every rank asks."""
+    ours = [f"{doc_id}#{window}" for sequence in sequences for doc_id, window in sequence.documents]
+    names = [name for each in parallel.gathered(ours) for name in each]
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest

@@ -11,6 +11,7 @@ import torch
 
 from teachercache import Record
 from teachercache.errors import InvalidRecord
+from teachercache.format.spec import Rows
 from teachercache.parquet.block import ROW_DTYPES
 from trainer.losses import TeacherRows
 
@@ -93,6 +94,27 @@ class PackedSequence:
     def pin_memory(self) -> PackedSequence:
         """Return a copy in pinned memory."""
         return self._map(torch.Tensor.pin_memory)
+
+
+def no_rows(kind: Rows, length: int) -> PackedSequence:
+    """Return a sequence of `length` tokens of padding, without documents and rows: for a rank that has none left."""
+    whole, sampled = torch.zeros(length, dtype=torch.int64), kind.kind == "sampled"
+    rows, values = whole[:0], torch.zeros(0, kind.entries)
+    return PackedSequence(
+        input_ids=whole,
+        position_ids=torch.arange(length),
+        document_lengths=(length,),
+        row_index=rows,
+        topk_ids=values.int(),
+        topk_logprobs=values,
+        tail_logprob=values[:, 0],
+        labels=rows,
+        documents=(),
+        tokens_done=0,
+        exact=rows if sampled else None,
+        entropy=values[:, 0] if sampled else None,
+        sources=("",),
+    )
 
 
 def pack_records(

@@ -58,6 +58,7 @@ class Settings(NamedTuple):
     has_invalid: bool
     needed: list[bool]  # the gradients of hidden, head_weight, bias
     recompute: bool
+    wide: bool  # head_weight's gradient leaves in float32, whatever its dtype
     options: LossOptions
 
     def flat(self) -> tuple[Any, ...]:
@@ -75,7 +76,7 @@ TENSORS = (
     "Tensor hidden, Tensor head_weight, Tensor? bias, Tensor topk_ids, Tensor topk_logprobs, Tensor tail_logprob, "
     "Tensor? labels, Tensor row_scale, Tensor loss_scale, Tensor? main_grad"
 )
-SETTINGS = "int vocab_size, int chunk_size, bool has_invalid, bool[] needed, bool recompute"
+SETTINGS = "int vocab_size, int chunk_size, bool has_invalid, bool[] needed, bool recompute, bool wide"
 SCHEMA = f"({TENSORS}, {SETTINGS}, {SCALARS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
@@ -130,7 +131,7 @@ def fused_kl(
     grad_bias = bias.new_zeros(bias.shape, dtype=acc_dtype) if need_bias and bias is not None else hidden.new_empty(0)
     grad_weight = hidden.new_empty(0)
     if need_weight:
-        weight_dtype = _weight_grad_dtype(head_weight, main_grad, n, chunk_size)
+        weight_dtype = _weight_grad_dtype(head_weight, asked.wide or main_grad is not None, n, chunk_size)
         grad_weight = head_weight.new_empty(head_weight.shape, dtype=weight_dtype)
         grad_weight[vocab_size if n else 0 :].zero_()  # the products fill the rest
 
@@ -156,12 +157,12 @@ def fused_kl(
     return loss, grad_hidden, grad_weight, grad_bias
 
 
-def _weight_grad_dtype(head_weight: Tensor, main_grad: Tensor | None, rows: int, chunk_size: int) -> torch.dtype:
+def _weight_grad_dtype(head_weight: Tensor, wide: bool, rows: int, chunk_size: int) -> torch.dtype:
     """Return the head's own dtype if one product forms the gradient (it sums in float32, rounds once), else float32.
 
-    fp16 stays float32 because of FP16_SCALE, and main_grad because it is float32 itself.
+    fp16 stays float32 because of FP16_SCALE, and `wide` gradients go to a float32 tensor.
     """
-    if rows > chunk_size or main_grad is not None or head_weight.dtype == torch.float16:
+    if rows > chunk_size or wide or head_weight.dtype == torch.float16:
         return accumulator_dtype(head_weight.dtype)
     return head_weight.dtype
 
@@ -171,7 +172,8 @@ def _(hidden, head_weight, bias, *args):  # type: ignore[no-untyped-def]
     main_grad, asked = args[6], Settings.of(args[7:])
     acc_dtype = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = (need and not asked.recompute for need in asked.needed)
-    weight_dtype = _weight_grad_dtype(head_weight, main_grad, hidden.shape[0], asked.chunk_size)
+    wide = asked.wide or main_grad is not None
+    weight_dtype = _weight_grad_dtype(head_weight, wide, hidden.shape[0], asked.chunk_size)
     return (
         hidden.new_empty((), dtype=acc_dtype),
         torch.empty_like(hidden) if need_hidden else hidden.new_empty(0),
@@ -234,7 +236,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     if need_weight and ctx.main_grad is not None:
         ctx.main_grad.data.addcmul_(grad_weight, factor.to(grad_weight.dtype))
     elif need_weight:
-        out_weight = scale(grad_weight, factor, ctx.dtype)
+        out_weight = scale(grad_weight, factor, accumulator_dtype(ctx.dtype) if asked.wide else ctx.dtype)
     return (out_hidden, out_weight, out_bias, *unused)
 
 
@@ -269,6 +271,8 @@ def fused_loss(
 ) -> Tensor:
     """Call the operator with its bookkeeping: which gradients are wanted, what each row counts, a float32 main_grad.
 
+    A head_weight whose `grad_dtype` is float32 (torch 2.10) gets its gradient in float32.
+
     Raises ValueError for a main_grad of another shape or dtype, RuntimeError for one under torch.compile.
     """
     grad_enabled = torch.is_grad_enabled()
@@ -288,7 +292,9 @@ def fused_loss(
     scale = torch.full_like(loss_scale, FP16_SCALE) if hidden.dtype == torch.float16 else loss_scale
     row_scale = scale.expand(len(rows)) if rows.valid is None else rows.valid * scale
     needed = [grad_enabled and x is not None and x.requires_grad for x in (hidden, head_weight, bias)]
-    asked = Settings(vocab_size, chunk_size, rows.valid is not None, needed, recompute, options)
+    wide = not torch.compiler.is_compiling() and head_weight.is_leaf
+    wide = wide and getattr(head_weight, "grad_dtype", None) == accumulator_dtype(head_weight.dtype)
+    asked = Settings(vocab_size, chunk_size, rows.valid is not None, needed, recompute, wide, options)
     tensors = (hidden, head_weight, bias, rows.topk_ids, rows.topk_logprobs, rows.tail_logprob, labels)
     loss: Tensor = fused_kl(*tensors, row_scale.contiguous(), loss_scale, main_grad, *asked.flat())[0]
     return loss

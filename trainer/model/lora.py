@@ -43,6 +43,13 @@ def add(model: Model, config: LoraConfig, *, saved: Path | None) -> Model:
     return wrapped
 
 
+def merge_saved(model: Model, adapters: Path) -> Model:
+    """Return a plain model with the adapters of a folder folded into its weights."""
+    import peft
+
+    return peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
+
+
 def merged(model: Model) -> Model:
     """Return a copy of the model with its adapters folded into its weights: it loads without peft."""
     return copy.deepcopy(model).merge_and_unload()

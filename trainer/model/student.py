@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from teachercache import Cache, fingerprint_tokenizer
 from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.fingerprint import check_model_files, tokenizer_names
-from trainer.model import Model, attention
+from trainer.model import Model, attention, parallel
 
+T = TypeVar("T")
 GENERATION = "generation_config.json"
 LAYERS = ("layers", "h")
 """Names of the list of layers; the second is GPT-2's."""
@@ -158,6 +160,21 @@ def head(model: Model) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
 
 
+def shard(model: Model) -> None:
+    """Let each of several ranks hold its share of a model, in place; of one rank, do nothing."""
+    inner = base(model)
+    parallel.shard(model, layer_stack(model)[1], inner.get_input_embeddings(), inner.get_output_embeddings())
+
+
+def at_head(model: Model, function: Callable[[Head, Tensor], T], hidden: Tensor) -> T:
+    """Return function(head, hidden), computed inside the head's module: there its weight is whole on every rank."""
+    layer = base(model).get_output_embeddings()
+    if layer.weight is base(model).get_input_embeddings().weight:
+        # Hidden from FSDP, which would take its gradient for the last one: the embedding's comes much later.
+        return parallel.inside(layer, lambda: function(head(model), hidden))
+    return parallel.inside(layer, lambda states: function(head(model), states), hidden)
+
+
 def hidden_states(model: Model, input_ids: Tensor, position_ids: Tensor, layout: attention.DocumentLayout) -> Tensor:
     """Return the last hidden states [T, d] of one packed sequence of int64 [T] ids and [T] positions.
 
@@ -180,8 +197,12 @@ def row_logits(
     model: Model, input_ids: Tensor, position_ids: Tensor, row_index: Tensor, layout: attention.DocumentLayout
 ) -> Tensor:
     """Return a live model's float32 logits [R, V] at int64 [R] positions of a packed sequence: R · V · 4 bytes."""
-    hidden = hidden_states(model, input_ids, position_ids, layout)
-    return head(model).logits(hidden.index_select(0, row_index))
+
+    def whole() -> Tensor:
+        hidden = hidden_states(model, input_ids, position_ids, layout).index_select(0, row_index)
+        return at_head(model, Head.logits, hidden)
+
+    return parallel.inside(model, whole)
 
 
 def check_fits(folder: Path, cache: Cache) -> None:

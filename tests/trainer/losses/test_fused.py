@@ -27,6 +27,24 @@ def test_main_grad_accumulates_in_float32_and_leaves_grad_alone() -> None:
         kl_loss(hidden, head, case.rows)
 
 
+@pytest.mark.parametrize("chunk_size", [8, 100])
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="Tensor.grad_dtype came with torch 2.10")
+def test_a_head_that_wants_its_gradient_in_float32_gets_what_main_grad_gets(chunk_size: int) -> None:
+    case = make_case(n=40, dtype=torch.bfloat16)
+    gradients = []
+    for wide in (True, False):
+        head = case.head_weight.clone().requires_grad_()
+        if wide:
+            head.grad_dtype = torch.float32
+        else:
+            head.main_grad = torch.zeros(head.shape)  # type: ignore[attr-defined]
+        kl_loss(case.hidden, head, case.rows, chunk_size=chunk_size).backward()
+        gradients.append(head.grad if wide else head.main_grad)  # type: ignore[attr-defined]
+    assert gradients[0] is not None
+    assert gradients[0].dtype == torch.float32
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
 def test_backward_twice_needs_recompute() -> None:
     case = make_case()
     hidden = case.hidden.requires_grad_()
@@ -87,7 +105,7 @@ def test_the_operator_passes_torchs_own_checks() -> None:
         torch.full((6,), 1 / 6),
         torch.tensor(1 / 6),
         None,
-        *Settings(101, 4, False, [True, True, False], False, LossOptions()).flat(),
+        *Settings(101, 4, False, [True, True, False], False, False, LossOptions()).flat(),
     )
     torch.library.opcheck(fused_kl, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
