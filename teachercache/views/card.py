@@ -20,7 +20,13 @@ Configs = Mapping[str, Mapping[str, Sequence[str]]]  # name of a configuration -
 
 
 def data_card(
-    cache: Cache, configs: Configs, *, repo: str = "", commits: Iterable[Commit] = (), before: str = ""
+    cache: Cache,
+    configs: Configs,
+    *,
+    repo: str = "",
+    commits: Iterable[Commit] = (),
+    before: str = "",
+    columns: str | None = None,
 ) -> str:
     """Return README.md of a data set made of a cache.
 
@@ -28,6 +34,7 @@ def data_card(
     repo      ORG/NAME on the Hub: the card says how to load it from there
     commits   of the cache: the card says what the teacher cost
     before    the card that this one replaces: its licence, and what people added below the mark, are kept
+    columns   what the columns are; default those of the open layout
     """
     data = summary(cache)
     teacher, tokenizer, rows_kind = data["teacher"], data["tokenizer"], cache.spec.rows
@@ -42,14 +49,27 @@ def data_card(
             f"{data['top_k']} weights on distinct next tokens that sum to 1 and whose mean over draws is the teacher's\n"
             "probability of each token of the vocabulary"
         )
-        columns = "`exact` entries by descending log-probability, then drawn ids ascending, all with one weight"
+        order = "`exact` entries by descending log-probability, then drawn ids ascending, all with one weight"
     else:
         title, outside = f"Top-{data['top_k']} log-probabilities", str(data["top_k"])
         rows = (
             f"the teacher's {data['top_k']} most probable next tokens with their\nlog-probabilities of the full softmax"
         )
-        columns = "by descending log-probability; values rounded to float16"
+        order = "by descending log-probability; values rounded to float16"
     exact = "| exact | list<uint16>[r] | how many entries of a row are not drawn |\n" * (rows_kind.kind == "sampled")
+    columns = (
+        columns
+        or f"""| column | type | meaning |
+|---|---|---|
+| doc_id, window, start | string, int32, int32 | document, index of the window, offset of its first token |
+| input_ids | list<int32>[n] | the tokens that the teacher saw |
+| row_pos | list<int32>[r] | positions that have a row; row i is the distribution of token row_pos[i] + 1 |
+| topk_ids, topk_logprobs | list<fixed_size_list[{data["top_k"]}]>[r] | {order} |
+| tail_logprob | list<float>[r] | log of the mass outside the {outside} |
+| entropy | list<float>[r] | −Σ p log p of the teacher, in nats; null where the engine could not say |
+| target_logprob | list<float>[r] | log-probability of the token that follows; null where it lies outside |
+{exact}| loss_mask | list<bool>[r] | false where the next token must not be learnt |"""
+    )
     head = {
         "pretty_name": f"{title} of {teacher['name']}",
         **({"license": licence} if licence else {}),
@@ -78,16 +98,7 @@ that followed (natural logarithms, temperature 1). From a teachercache, manifest
 |---|---|---|---|---|
 {parts}
 
-| column | type | meaning |
-|---|---|---|
-| doc_id, window, start | string, int32, int32 | document, index of the window, offset of its first token |
-| input_ids | list<int32>[n] | the tokens that the teacher saw |
-| row_pos | list<int32>[r] | positions that have a row; row i is the distribution of token row_pos[i] + 1 |
-| topk_ids, topk_logprobs | list<fixed_size_list[{data["top_k"]}]>[r] | {columns} |
-| tail_logprob | list<float>[r] | log of the mass outside the {outside} |
-| entropy | list<float>[r] | −Σ p log p of the teacher, in nats; null where the engine could not say |
-| target_logprob | list<float>[r] | log-probability of the token that follows; null where it lies outside |
-{exact}| loss_mask | list<bool>[r] | false where the next token must not be learnt |
+{columns}
 
 The full identity of the teacher is in {"spec.json" if repo else "teacher.json"}.
 {f"{chr(10)}{YOURS}{_added(before)}" if repo else ""}"""

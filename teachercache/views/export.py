@@ -1,4 +1,4 @@
-"""export: write a plain-Parquet data set with a Hugging Face data card, for a user who wants a folder and not a cache."""
+"""export: write a plain-Parquet data set, for a user who wants a folder and not a cache, or has another trainer."""
 
 from __future__ import annotations
 
@@ -18,26 +18,34 @@ from teachercache.format.objects import MAX_FILE_BYTES, ManifestFile
 from teachercache.parquet.codecs import get_codec
 from teachercache.read.cache import Cache
 from teachercache.views.card import data_card
+from teachercache.views.formats import columns_of, trainer_columns
 
 TARGET_BYTES = 500 * 2**20
 THREADS = 16  # footers read at the same time
 
 
 def export(
-    cache: Cache, folder: Path, *, target_bytes: int = TARGET_BYTES, progress: Callable[[int, int], None] | None = None
+    cache: Cache,
+    folder: Path,
+    *,
+    format: str | None = None,
+    target_bytes: int = TARGET_BYTES,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
-    """Write `folder`/data/<split>/<source>-NNNNN.parquet in the open layout, README.md (the data card), the tokenizer.
+    """Write `folder`/data/<split>/<source>-NNNNN.parquet, README.md (the data card), the tokenizer; return the files.
 
-    The folder must be empty or absent. It is what `datasets.load_dataset(folder)` and a hub upload expect.
+    The columns are those of the open layout, or of a trainer (`format`, teachercache/views/formats.py). The folder must
+    be empty or absent. It is what `datasets.load_dataset(folder)` and a hub upload expect.
     """
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty; give a new folder to export to.")
     if target_bytes > MAX_FILE_BYTES:
         raise UsageError(f"files of {target_bytes:,} bytes exceed the limit of {MAX_FILE_BYTES:,}.")
+    codec = get_codec("open", cache.spec.rows, cache.spec.tokenizer.vocab_size)
+    types = {} if format else _meta_types(cache)
+    make = columns_of(format) if format else lambda block: codec.encode(block, types)
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    codec = get_codec("open", cache.spec.rows, cache.spec.tokenizer.vocab_size)
-    types = _meta_types(cache)
     done = 0
     for split, source in sorted({(f.split, f.source) for f in cache.manifest.files}):
         writer: pq.ParquetWriter | None = None
@@ -45,14 +53,15 @@ def export(
         for entry in cache.files(split, source):
             with cache.open_file(entry) as file:
                 for block in file.blocks():
-                    table = codec.encode(block, types)
+                    table = make(block)
                     if writer is not None and written[-1].stat().st_size > target_bytes:
                         writer.close()
                         writer = None
                     if writer is None:
                         path = folder / "data" / split / f"{source}-{next(number):05d}.parquet"
                         path.parent.mkdir(parents=True, exist_ok=True)
-                        writer = pq.ParquetWriter(path, table.schema, **codec.writer_options(table.schema))
+                        options = {"compression": "zstd"} if format else codec.writer_options(table.schema)
+                        writer = pq.ParquetWriter(path, table.schema, **options)
                         written.append(path)
                     writer.write_table(table, row_group_size=len(table))
             done += 1
@@ -61,7 +70,8 @@ def export(
         if writer is not None:
             writer.close()
     paths = {split: [f"data/{split}/*.parquet"] for split in cache.splits}
-    (folder / "README.md").write_text(data_card(cache, {"default": paths}), encoding="utf-8")
+    columns = trainer_columns(format) if format else None
+    (folder / "README.md").write_text(data_card(cache, {"default": paths}, columns=columns), encoding="utf-8")
     identity = json.dumps(cache.spec.model_dump(mode="json"), indent=2)
     (folder / "teacher.json").write_text(identity + "\n", encoding="utf-8")
     with suppress(UsageError):  # the cache holds no tokenizer, which is allowed

@@ -96,10 +96,10 @@ class SequenceLoss:
         )
 
 
-def within_forward(wrapper: Model, module: Model, function: Callable[[], T]) -> T:
-    """Call `function` as the forward pass of `module`, through `wrapper` around it, which sees that pass begin and end.
+def within_forward(wrapper: Model, module: Model, function: Callable[..., T], *args: Tensor) -> T:
+    """Call `function(*args)` as the forward pass of `module`, through `wrapper` around it, which sees it begin and end.
 
-    DistributedDataParallel adds up gradients only of what it saw.
+    DistributedDataParallel adds up gradients only of what it saw, and FSDP has whole weights only then.
     """
     own = vars(module).get("forward")
 
@@ -109,13 +109,13 @@ def within_forward(wrapper: Model, module: Model, function: Callable[[], T]) -> 
         else:
             module.forward = own
 
-    def forward() -> T:
+    def forward(*args: Tensor) -> T:
         restore()
-        return function()
+        return function(*args)
 
     module.forward = forward
     try:
-        result: T = wrapper()
+        result: T = wrapper(*args)
     finally:
         restore()
     return result

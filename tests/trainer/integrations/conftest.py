@@ -39,25 +39,25 @@ def caches(tmp_path_factory: pytest.TempPathFactory, teacher: Path, cache_url: s
 @pytest.fixture(scope="session")
 def fit_losses(
     tmp_path_factory: pytest.TempPathFactory, student: Path, caches: dict[str, str]
-) -> Callable[[str], list[float]]:
-    """The losses of `fit` on a kind of cache: STEPS steps of PER_STEP sequences, AdamW as the adapters are given it."""
-    found: dict[str, list[float]] = {}
+) -> Callable[..., list[float]]:
+    """The losses of `fit` on a kind of cache: STEPS steps of `per_step` sequences, AdamW as the adapters are given it."""
+    found: dict[tuple[str, int], list[float]] = {}
 
-    def losses(kind: str) -> list[float]:
-        if kind not in found:
+    def losses(kind: str, per_step: int = PER_STEP) -> list[float]:
+        if (kind, per_step) not in found:
             folder = tmp_path_factory.mktemp("fit")
             config: dict[str, Any] = {
                 "cache": caches[kind],
                 "student": str(student),
                 "output": str(folder / "run"),
-                "data": {"seq_len": SEQ_LEN, "batch_tokens": SEQ_LEN * PER_STEP},
+                "data": {"seq_len": SEQ_LEN, "batch_tokens": SEQ_LEN * per_step},
                 "optim": {"lr": LR, "schedule": "constant", "warmup_steps": 0},
                 "train": {"threads": 1, "max_steps": STEPS},
                 "log": {"tensorboard": False, "every_steps": 1},
             }
             runs.fit_here(runs.write_config(folder / "train.yaml", **config))
-            found[kind] = [entry["loss"] for entry in runs.metrics(folder / "run")]
-        return found[kind]
+            found[kind, per_step] = [entry["loss"] for entry in runs.metrics(folder / "run")]
+        return found[kind, per_step]
 
     return losses
 

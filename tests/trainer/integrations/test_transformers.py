@@ -80,16 +80,18 @@ def test_two_ranks_share_the_sequences_and_learn_what_one_learns(student, cache_
     alone = trainer_of(student, cache_url, tmp_path / "alone", max_steps=500)
     alone.train()
     (tmp_path / "both").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    with socket.socket() as one, socket.socket() as other:
+        for free in (one, other):
+            free.bind(("127.0.0.1", 0))
+        ports = {"MASTER_PORT": str(one.getsockname()[1]), "SECOND_PORT": str(other.getsockname()[1])}
+    address = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", **ports}
     command = [sys.executable, "-m", two_ranks.__name__, str(student), cache_url, str(tmp_path / "both")]
     ranks = [
         subprocess.Popen(command, env=environment(RANK=rank, LOCAL_RANK=rank, **address), cwd=ROOT)
         for rank in ("0", "1")
     ]
     try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
+        assert [rank.wait(240) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
@@ -100,6 +102,8 @@ def test_two_ranks_share_the_sequences_and_learn_what_one_learns(student, cache_
     assert first["losses"] == pytest.approx(losses(alone), abs=1e-5)
     for mine, theirs in zip(first["weights"], alone.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    of_lightning = zip(first["lightning"], second["lightning"], strict=True)
+    assert [documents for pair in of_lightning for _, documents in pair] == alone.seen[:10]
 
 
 @pytest.mark.parametrize("name", ["transformers_trainer", "trl_sft"])

@@ -12,8 +12,9 @@ import torch
 from transformers import TrainingArguments
 
 import teachercache
-from tests.trainer.integrations.conftest import LR, SEQ_LEN
+from tests.trainer.integrations.conftest import LR, SEQ_LEN, STEPS
 from trainer.data import PackedCache
+from trainer.integrations.lightning import CacheDataModule, DistillationModule, pl
 from trainer.integrations.transformers import CacheTrainer, DistillationMixin
 from trainer.model.student import load_student
 
@@ -39,12 +40,35 @@ def arguments_of(output: Path, kind: type = TrainingArguments, **options: Any) -
     return kind(str(output), **settings)
 
 
+class WatchedModule(DistillationModule):
+    """Keeps the loss and the documents of each step."""
+
+    def training_step(self, sequence: Any, index: int) -> Any:
+        loss = super().training_step(sequence, index)
+        self.seen = [*getattr(self, "seen", []), (loss.item(), sequence.documents)]
+        return loss
+
+
+def lightning_run(
+    student: Path, url: str, output: Path, resume: str | None = None, data: dict[str, Any] | None = None, **options: Any
+) -> WatchedModule:
+    cache = teachercache.open(url)
+    module = WatchedModule(load_student(student, dtype=torch.float32, device=torch.device("cpu")), cache, lr=LR)
+    settings = {"max_steps": STEPS, "logger": False, "enable_checkpointing": False, **options}
+    trainer = pl.Trainer(
+        accelerator="cpu", default_root_dir=output, gradient_clip_val=1.0, enable_progress_bar=False,
+        enable_model_summary=False, **settings,
+    )  # fmt: skip
+    trainer.fit(module, CacheDataModule(cache, seq_len=SEQ_LEN, **(data or {})), ckpt_path=resume)
+    return module
+
+
 def losses(trainer: Any) -> list[float]:
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 def main(student: str, url: str, output: str) -> None:
-    faulthandler.dump_traceback_later(60, exit=True)  # a hang says where
+    faulthandler.dump_traceback_later(150, exit=True)  # a hang says where
     torch.set_num_threads(1)
     trainer = WatchedTrainer(
         load_student(Path(student), dtype=torch.float32, device=torch.device("cpu")),
@@ -53,8 +77,13 @@ def main(student: str, url: str, output: str) -> None:
     )
     trainer.train()
     result = {"seen": trainer.seen, "losses": losses(trainer), "weights": list(trainer.model.parameters())}
-    torch.save(result, Path(output) / f"rank-{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
+    module = lightning_run(
+        Path(student), url, Path(output), data={"epochs": None}, max_steps=5, devices=2, strategy="ddp"
+    )
+    result["lightning"] = module.seen
+    torch.save(result, Path(output) / f"rank-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
