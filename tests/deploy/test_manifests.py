@@ -154,6 +154,15 @@ def test_a_token_can_be_asked_for(base: str, tmp_path: Path) -> None:
     assert item["spec"].get("rayClusterSpec", item["spec"])["authOptions"] == {"mode": "token"}
 
 
+def test_a_trainer_on_several_gpus_has_a_process_for_each() -> None:
+    (job,) = (item for item in render(DEPLOY / "trainer-gpus") if item["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    command = container["command"]
+    assert command[:3] == ["torchrun", "--standalone", "--nproc-per-node"]
+    assert command[4:] == ["-m", "trainer", "fit", "train.yaml"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == command[3]
+
+
 def test_kueue_gets_a_job_of_fixed_size() -> None:
     (item,) = (i for i in render(DEPLOY / "kuberay/overlays/teacher-8b-kueue") if i["kind"] == "RayJob")
     cluster = item["spec"]["rayClusterSpec"]

@@ -141,7 +141,9 @@ def test_a_benchmark_that_a_page_names_explains_itself(script: str, monkeypatch,
 
 # Which test looks at which files of deploy/: a new file has to join a row.
 CHECKED = {
-    "deploy/test_manifests.py": ["kuberay/**/*.yaml", "trainer/job.yaml", "trainer/kustomization.yaml"],
+    "deploy/test_manifests.py": ["kuberay/**/*.yaml", "trainer/job.yaml", "trainer*/kustomization.yaml"],
+    "deploy/test_slurm.py": ["slurm/*.sbatch"],
+    "deploy/test_sky.py": ["sky/*.yaml"],
     "deploy/test_monitoring.py": ["monitoring/*.yaml", "monitoring/*.json", "monitoring/*.py"],
     "deploy/test_examples.py": ["examples/*.yaml", "trainer/train.yaml", "kuberay/overlays/*/job.yaml"],
     "deploy/test_helm_values.py": ["helm/*.values.yaml"],
