@@ -119,7 +119,8 @@ def check_names(config: TrainerConfig, caches: Sequence[Cache]) -> None:
         check_split(cache, entry.split, f"data.caches.{number}.split" if own else "split")
         if config.eval.every_steps or "split" in config.eval.model_fields_set:
             check_split(cache, config.eval.split, "eval.split")
-        sources[f"split {entry.split} of {cache.url}"] = {found.source for found in cache.files(split=entry.split)}
+        if number < len(config.parts):  # of a mean, the first cache's sources count
+            sources[f"split {entry.split} of {cache.url}"] = {found.source for found in cache.files(split=entry.split)}
     known = set().union(*sources.values())
     mixes = {"data.weights": config.data.weights}
     if isinstance(config.loss.ce_weight, dict):

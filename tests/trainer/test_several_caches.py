@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import teachercache
 from teachercache.errors import UsageError
 from teachercache.format.spec import SampledRows
+from teachercache.store.ledger import Ledger
 from teachercache.testing import synthetic_records, synthetic_spec
 from tests.trainer import runs, tiny
 from trainer import setup
@@ -173,9 +174,12 @@ def test_a_run_takes_the_mean_of_two_teachers(
     data = settings["data"] | {"batch_tokens": 128, "caches": entries, "combine": "mean"}
     training = settings["train"] | {"max_steps": 4}
     config = runs.write_config(tmp_path / "mean.yaml", **(settings | {"data": data, "train": training}))
-    summary = runs.fit_here(config, "eval.every_steps=4")
+    summary = runs.fit_here(config, "eval.every_steps=4", "train.register=true")
     assert "combine: the mean of 2 teachers' rows for 20 records" in capsys.readouterr().err
     assert summary["data"]["not_in_all"] == 0
+    for url in urls:
+        (entry,), _ = Ledger.open(url).runs()
+        assert (entry.steps, entry.heldout_kl) == (4, None)  # the summary's is of both caches
     log = runs.metrics(tmp_path / "run")
     assert all("loss" in line and not any(key.startswith("loss/") for key in line) for line in log)
     (found,) = runs.metrics(tmp_path / "run", "eval")
@@ -199,3 +203,4 @@ def test_a_run_takes_the_mean_of_two_teachers(
     refused("goes without data.rows", "data.rows.entropy_above=1")
     refused("loss.method=online reads none", "loss.method=online", f"teacher={teacher}")
     refused("temperature 1 alone", "loss.temperature=2")
+    refused("data.weights names x, but split train of \\S+/one has the sources default", "data.weights={x: 1}")

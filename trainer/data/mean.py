@@ -35,7 +35,8 @@ class MeanCache(Cache):
 
     splits, weights   of each cache; the weights need not sum to 1
     Records are the same document where doc_id, window, input_ids and row_pos are equal; a row is learnt where every
-    cache says so. A document that is not in all caches is kept, with loss_mask false everywhere.
+    cache says so. A document that is not in all caches is kept, with loss_mask false everywhere. These are rows to train
+    on: evaluate on each cache alone, since a mean row has no standard error and its KL is a mean of several.
 
     Cost: reads doc_id and window of every record, and holds about 200 bytes for each record of the other caches. Their
     rows are read by row groups, those of two spans at a time: caches of one plan lie alike, others cost a row group a

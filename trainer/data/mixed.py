@@ -35,6 +35,7 @@ class MixedCaches(SharedOrder):
               sequences it has `given`
     The order ends where the next sequence is of a cache whose epochs are over. `sequence.tokens_done` is that of the
     cache which is furthest in its pass, times total_tokens over its own.
+    Memory and reading: those of every part, side by side.
     Raises UsageError for weights that are no mixture, TeacherCacheError for a state of another run.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,26 @@ def test_each_cache_gives_its_own_sequences_in_its_own_order(caches: list[teache
     assert done[-1] == pytest.approx(2 * mixed(caches).total_tokens, rel=0.02)
     other = [sequence.documents for sequence in mixed(caches, seed=1)]
     assert other != [sequence.documents for sequence in found]
+
+
+def test_a_length_curriculum_follows_the_whole_run_and_resumes(caches: list[teachercache.Cache]) -> None:
+    """Each cache changes over near the middle of the run, by its tokens alone: a state says all."""
+
+    def curriculum(state: Any = None) -> MixedCaches:
+        def length(c: int, done: int) -> int:
+            return 32 if packed.whole_run(c, done) < packed.total_tokens else 64  # of two epochs
+
+        parts = [PackedCache(x, **{**SMALL, "seq_len": partial(length, c)}, epochs=2) for c, x in enumerate(caches)]
+        packed = MixedCaches(parts, weights=WEIGHTS, state=state)
+        return packed
+
+    whole = list(curriculum())
+    for c in (0, 1):
+        first = next(i for i, s in enumerate(whole) if s.cache == c and s.input_ids.numel() > 32)
+        assert whole[first].tokens_done == pytest.approx(curriculum().total_tokens, rel=0.25)
+    for at in range(0, len(whole), 9):
+        rest = list(curriculum(whole[at].state))
+        assert all(same(a, b) for a, b in zip(rest, whole[at + 1 :], strict=True))
 
 
 def test_one_cache_is_a_mixture_of_one(cache: teachercache.Cache) -> None:
