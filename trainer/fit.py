@@ -21,7 +21,7 @@ from teachercache.read.cache import made_up_message
 from trainer import limits, resume, setup
 from trainer.checkpoint import CheckpointFolder, discard, resolve_model_folder, wait_for_store
 from trainer.config import CacheConfig, TrainerConfig
-from trainer.data.dataset import PackedCache
+from trainer.data.dataset import DataCounts, PackedCache
 from trainer.data.lengths import describe_lengths
 from trainer.data.mean import MeanCache
 from trainer.data.mixed import MixedCaches
@@ -163,8 +163,9 @@ class _Run:
             mean = partial(MeanCache, caches, splits=splits, weights=weights)
             caches, weights = [wait_for_store(mean, "reading the caches' document ids")], [1.0]
 
-        def length(c: int, tokens_done: int) -> int:
-            return config.data.length_at(progress.share(self.dataset.whole_run(c, tokens_done)))
+        def length(c: int, counts: DataCounts) -> int:
+            tokens, sequences = self.dataset.whole_run(c, counts)
+            return config.data.length_at(progress.share(tokens, sequences / config.data.sequences_per_step))
 
         parts = [
             PackedCache(

@@ -112,9 +112,12 @@ class Progress:
         """Whether the last of `max_steps` was taken; the end of the data is not seen here."""
         return self.max_steps is not None and self.step >= self.max_steps
 
-    def share(self, tokens_done: int) -> float:
-        """Return the share of the run in [0, 1]: by tokens where the data ends it, by steps where max_steps is first."""
-        by_steps = self.step / self.max_steps if self.max_steps else 0.0
+    def share(self, tokens_done: int, step: float | None = None) -> float:
+        """Return the share of the run in [0, 1]: by tokens where the data ends it, by steps where max_steps is first.
+
+        step  default: the last one taken, which a thread that reads ahead must not ask for
+        """
+        by_steps = (self.step if step is None else step) / self.max_steps if self.max_steps else 0.0
         by_tokens = tokens_done / max(1, self.epochs * self.total_tokens) if self.epochs else 0.0
         return min(1.0, max(by_steps, by_tokens))
 

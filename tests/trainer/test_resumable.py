@@ -219,7 +219,7 @@ def damaged(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     [
         b"", b"\xff", b"[]", b"[" * 100_000, b'{"step": "x"}',
         lambda tree: tree | {"step": -1}, lambda tree: tree | {"step": 7}, lambda tree: tree | {"data": {"a": 1}},
-        lambda tree: tree | {"caches": []}, lambda tree: damaged(tree, "given", -1),
+        lambda tree: tree | {"caches": []}, lambda tree: damaged(tree, "used", -1),
         lambda tree: tree | {"config": {}}, lambda tree: tree | {"config": {**tree["config"], "optim": 3}},
         lambda tree: damaged(tree, "counts", {"x": 1}),
         lambda tree: damaged(tree, "stream", {"manifest": 3}),

@@ -19,6 +19,7 @@ from tests.trainer.small_blocks import small_blocks
 from trainer import evaluate, fit, resume
 from trainer.checkpoint import CheckpointFolder
 from trainer.data import MixedCaches
+from trainer.step import Step
 
 EPOCHS = 3
 STEPS_PER_EPOCH = 10  # of 128 tokens; about
@@ -162,6 +163,34 @@ def test_a_stop_while_the_data_does_not_come_saves_the_last_whole_step(
     straight = runs.write_config(tmp_path / "straight.yaml", **accumulated, output=str(tmp_path / "straight"))
     runs.fit_here(straight)
     assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_a_length_curriculum_by_steps_is_the_same_after_a_kill(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reading thread is ahead by another number of steps then."""
+    data = {"seq_len": 128, "length_curriculum": [[0, 32], [0.5, 128]]}
+    steps = {"train": settings["train"] | {"epochs": None, "max_steps": 28}, "checkpoint": {"every_steps": 1}}
+    straight, config = (
+        runs.write_config(tmp_path / f"{name}.yaml", **(settings | steps | {"data": data}), output=str(tmp_path / name))
+        for name in ("straight", "run")
+    )
+    runs.fit_here(straight)
+    taken, real = iter(range(1, 19)), Step.run
+
+    def killed(*arguments: Any, **options: Any) -> Any:
+        if next(taken) == 18:
+            raise MemoryError
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "run", killed)
+        with pytest.raises(MemoryError):
+            runs.fit_here(config)
+    runs.fit_here(config)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    rows = [entry["rows"] for entry in runs.metrics(tmp_path / "run")]
+    assert max(rows[:12]) <= 32 < max(rows[20:])
 
 
 def test_a_crash_right_after_the_end_leaves_a_run_that_says_it_is_finished(

@@ -35,6 +35,7 @@ OF_ROWS = ("topk_ids", "topk_logprobs", "tail_logprob", "exact")
 class DataCounts:
     """What happened to the data so far; kept in checkpoints, printed at the end."""
 
+    sequences: int = 0
     documents: int = 0
     tokens_read: int = 0
     tokens_trained: int = 0
@@ -77,7 +78,7 @@ class PackedCache(SharedOrder):
 
     cache      an open cache (its manifest is pinned for the life of this object)
     epochs     passes over the split; None is endless
-    seq_len    tokens in a sequence; may be a function of the tokens done so far (a length curriculum)
+    seq_len    tokens in a sequence; may be a function of the counts so far, and of nothing else (a length curriculum)
     pad        fill each sequence to seq_len: equal shapes for a GPU
     long_documents   a record longer than seq_len: "split" cuts it into pieces whose rows have an eighth of seq_len as
                context, "truncate" keeps its head, "drop" leaves it out, "refuse" raises
@@ -100,7 +101,7 @@ class PackedCache(SharedOrder):
         cache: Cache,
         *,
         split: str = "train",
-        seq_len: int | Callable[[int], int] = 2048,
+        seq_len: int | Callable[[DataCounts], int] = 2048,
         seed: int = 0,
         epochs: int | None = 1,
         shuffle: bool = True,
@@ -142,8 +143,8 @@ class PackedCache(SharedOrder):
         """Return the tokens of one epoch, by the manifest."""
         return sum(entry.tokens for entry in self.cache.files(split=self.split))
 
-    def _length_at(self, tokens_done: int) -> int:
-        return self._seq_len(tokens_done) if callable(self._seq_len) else self._seq_len
+    def _length_at(self, counts: DataCounts) -> int:
+        return self._seq_len(counts) if callable(self._seq_len) else self._seq_len
 
     def _fresh_state(self, *, epoch: int, counts: DataCounts) -> State:
         run = {"manifest": self.cache.manifest.digest, "split": self.split, "seed": self.seed}
@@ -189,7 +190,7 @@ class PackedCache(SharedOrder):
         exhausted = False
         try:
             while not exhausted:
-                seq_len = self._length_at(counts.tokens_done)
+                seq_len = self._length_at(counts)
                 exhausted = self._read_block(stream, pool, counts, seq_len, epoch)
                 block += 1
                 flush = exhausted or block % self.blocks_per_flush == 0
@@ -198,6 +199,7 @@ class PackedCache(SharedOrder):
                 groups, carried = pack_block(lengths, seq_len, flush=flush, max_carry=self.block_sequences, seed=order)
                 for group in groups:
                     used += 1
+                    counts.sequences += 1
                     counts.tokens_trained += sum(lengths[i] for i in group)
                     counts.tokens_done += sum(pool[i].tokens for i in group)
                     if used <= skip:

@@ -31,8 +31,7 @@ class MixedCaches(SharedOrder):
 
     weights   of the sequences, positive; their sum does not matter
     rank, world_size   as those of PackedCache; the parts keep their defaults
-    state     of this object, or a sequence's `state`: for each cache its manifest's digest, its position, and how many
-              sequences it has `given`
+    state     of this object, or a sequence's `state`: for each cache its manifest's digest, its position and its counts
     The order ends where the next sequence is of a cache whose epochs are over. `sequence.tokens_done` is that of the
     cache which is furthest in its pass, times total_tokens over its own.
     Memory and reading: those of every part, side by side.
@@ -58,19 +57,15 @@ class MixedCaches(SharedOrder):
         self.total_tokens = sum(self._totals)
         """Tokens of one epoch of every cache."""
         self._offsets = np.random.default_rng([seed, len(parts)]).random(len(parts)).tolist()
-        fresh = self._state([{**part.state(), "given": 0} for part in parts])
+        fresh = self._state([part.state() for part in parts])
         super().__init__(rank=rank, world_size=world_size, state=fresh if state is None else self._checked(state))
 
     def _state(self, caches: list[State]) -> State:
         return {"weights": self.weights, "caches": caches}
 
     def _checked(self, state: State) -> State:
-        try:
-            caches, weights = state["caches"], state["weights"]
-            whole = all(type(cache["given"]) is int and cache["given"] >= 0 for cache in caches)
-        except (KeyError, TypeError):
-            whole = False
-        if not whole:
+        caches, weights = state.get("caches"), state.get("weights")
+        if not isinstance(caches, list):
             raise TeacherCacheError("cannot resume the data: its state is damaged; resume from an older checkpoint")
         if weights != self.weights or len(caches) != len(self.parts):
             raise TeacherCacheError(
@@ -93,16 +88,17 @@ class MixedCaches(SharedOrder):
         pace = [weight / max(total, 1) for weight, total in zip(self.weights, self._totals, strict=True)]
         return [each / max(pace) for each in pace]
 
-    def whole_run(self, c: int, tokens_done: int) -> int:
-        """Return about how many of `total_tokens` are done once cache c has done `tokens_done` of its tokens."""
-        return int(tokens_done / self.passes()[c] * (self.total_tokens / self._totals[c]))
+    def whole_run(self, c: int, counts: DataCounts) -> tuple[int, float]:
+        """Return about how many of `total_tokens`, and sequences of all caches, are done where cache c has these counts."""
+        tokens = counts.tokens_done / self.passes()[c] * (self.total_tokens / self._totals[c])
+        return int(tokens), counts.sequences * (sum(self.weights) / self.weights[c])
 
     def all_sequences(
         self, state: State, mine: Callable[[int], bool] | None
     ) -> Iterator[tuple[PackedSequence | None, State]]:
         """Yield the sequences of all caches in the order of their times."""
         caches: list[State] = list(state["caches"])
-        given = [cache["given"] for cache in caches]
+        given = [PackedCache.counts_of(cache).sequences for cache in caches]
 
         def share_of(c: int) -> Callable[[int], bool] | None:
             return mine and (lambda number: mine(self._place(c, given[c] + number) - sum(given)))
@@ -112,7 +108,7 @@ class MixedCaches(SharedOrder):
             sequence, after = next(streams[c], (None, None))
             if after is None:
                 return
-            caches[c] = {**after, "given": caches[c]["given"] + 1}
+            caches[c] = after
             if sequence is not None:
                 done = (cache["counts"]["tokens_done"] for cache in caches)
                 scaled = [d * self.total_tokens // t for d, t in zip(done, self._totals, strict=True)]

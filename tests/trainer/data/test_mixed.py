@@ -17,6 +17,7 @@ from teachercache.format.spec import SampledRows
 from tests.trainer import tiny
 from tests.trainer.data.test_dataset import same
 from trainer.data import MixedCaches, PackedCache
+from trainer.data.dataset import DataCounts
 
 SMALL: dict[str, Any] = {"seq_len": 64, "block_sequences": 3, "blocks_per_flush": 2}
 WEIGHTS = [0.7, 0.3]
@@ -59,7 +60,7 @@ def test_ten_thousand_sequences_of_both_kinds_are_within_a_percent_of_the_weight
     packed = mixed(caches, epochs=None)
     orders = packed.all_sequences(packed.state(), lambda number: number % 97 == 0)
     for sequence, state in islice(orders, 10_000):
-        given = [cache["given"] for cache in state["caches"]]
+        given = [cache["counts"]["sequences"] for cache in state["caches"]]
         assert sequence is None or (sequence.exact is not None) == (sequence.cache == 1)
     assert sum(given) == 10_000
     assert [n / 10_000 for n in given] == pytest.approx(WEIGHTS, rel=1e-3)
@@ -82,11 +83,11 @@ def test_each_cache_gives_its_own_sequences_in_its_own_order(caches: list[teache
 
 
 def test_a_length_curriculum_follows_the_whole_run_and_resumes(caches: list[teachercache.Cache]) -> None:
-    """Each cache changes over near the middle of the run, by its tokens alone: a state says all."""
+    """Each cache changes over near the middle of the run, by its counts alone: a state says all."""
 
     def curriculum(state: Any = None) -> MixedCaches:
-        def length(c: int, done: int) -> int:
-            return 32 if packed.whole_run(c, done) < packed.total_tokens else 64  # of two epochs
+        def length(c: int, counts: DataCounts) -> int:
+            return 32 if packed.whole_run(c, counts)[0] < packed.total_tokens else 64  # of two epochs
 
         parts = [PackedCache(x, **{**SMALL, "seq_len": partial(length, c)}, epochs=2) for c, x in enumerate(caches)]
         packed = MixedCaches(parts, weights=WEIGHTS, state=state)
@@ -140,7 +141,7 @@ def test_another_mixture_does_not_continue_a_state(caches: list[teachercache.Cac
         ({"weights": [0.6, 0.4]}, r"caches of weights \[0.7, 0.3\], this run has \[0.6, 0.4\]"),
         ({"seed": 3}, "the checkpoint has seed 0, this run has 3"),
         ({"state": {**state, "caches": state["caches"][::-1]}}, "the checkpoint has manifest"),
-        ({"state": {**state, "caches": [{**state["caches"][0], "given": "x"}] * 2}}, "damaged"),
+        ({"state": {**state, "caches": [{**state["caches"][0], "used": "x"}] * 2}}, "damaged"),
         ({"state": {}}, "damaged"),
     ):
         with pytest.raises(TeacherCacheError, match=message):
