@@ -1,6 +1,7 @@
-"""Training steps fed from a cache on an object store: does the GPU ever wait for data?
+"""Training steps fed from a cache on an object store: does the GPU ever wait for data, or for new lengths?
 
-    python benchmarks/stream_h200.py --cache s3://bucket/synthetic [--cases full:none:3,mixed:keep-matmuls:24] [--out FOLDER]
+    python benchmarks/stream_h200.py --cache s3://bucket/synthetic [--cases full:none:3,mixed:none:4] [--out FOLDER]
+    python benchmarks/stream_h200.py --cache /tmp/cache --cases mixed:none:4 --profile [--before]
     python benchmarks/stream_h200.py --cache /tmp/cache --device cpu --tiny          # a smoke test
 
 Makes two caches if they are not there, CACHE/full and CACHE/mixed: synthetic teacher rows of K = 100 over the shape's
@@ -10,8 +11,9 @@ tokens that PackedCache streams, packs and prefetches, as `fit` does, and every 
 data. Rows are decoded from Parquet on the fly: nothing is kept in memory beforehand.
 
 A case is DOCUMENTS:POLICY:WARMUP. Its first WARMUP steps are reported and not counted: the first compiles the update,
-and cuDNN plans a kernel whenever a document has a length that it has not met (lengths are rounded up to sixteen an
-octave, so that ends).
+and where documents of different lengths first meet cuDNN plans them. On a GPU a step before them compiles FlexAttention.
+--profile prints, of one more step, where the host's and the device's time go. --before measures attention as it was:
+each length planned where it is met, FlexAttention's mask by torch's create_block_mask, compiled.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,11 +43,12 @@ from teachercache.format.spec import CacheSpec
 from teachercache.testing import synthetic_record, synthetic_spec
 from trainer.bench.measure import GIB, machine, save
 from trainer.bench.shapes import SHAPES
-from trainer.bench.step import StepBench
+from trainer.bench.step import StepBench, synthetic_sequence
 from trainer.data import PackedCache, Prefetcher
 from trainer.flops import step_flops
-from trainer.model import activation
+from trainer.model import activation, attention
 from trainer.model.attention import DocumentLayout, choose_kind
+from trainer.step import Step
 
 
 def write_shard(url: str, spec: CacheSpec, documents: str, longest: int, tokens: int, shard: int) -> None:
@@ -83,6 +88,8 @@ def run_case(
     device, on_gpu = bench.device, bench.device.type == "cuda"
     activation.apply_policy(bench.model, bench.layers, policy)
     step = bench.step(choose_kind(device))
+    if on_gpu:
+        bench.step("flex").run([synthetic_sequence(arguments.seq_len, 8, bench.vocab_size)], lr=0.0)
     dataset = PackedCache(cache, seq_len=arguments.seq_len, epochs=None, pad=on_gpu, block_sequences=2)
     prefetcher = Prefetcher(dataset, depth=3, pin=on_gpu)
     rows: list[dict[str, Any]] = []
@@ -100,6 +107,8 @@ def run_case(
         shown = "step {}: {seconds:.3f} s, waited {wait_s:.4f} s, {documents} documents ({attention}), "
         shown += "{tflops:.0f} TFLOP/s of model work, loss {loss:.4f}"
         print(shown.format(number + 1, **row), flush=True)
+    if arguments.profile:
+        profile(step, prefetcher, device)
     prefetcher.close()
     counted = [row for row in rows if row["counted"]]
     seconds, waited = (sum(row[key] for row in counted) for key in ("seconds", "wait_s"))
@@ -112,19 +121,53 @@ def run_case(
     }
 
 
+def profile(step: Step, prefetcher: Prefetcher, device: torch.device) -> None:
+    """Print the operators of one streamed step, by the host's time and by the device's, and how long each was busy."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with torch.profiler.profile(activities=kinds) as recorded:
+        began = time.perf_counter()
+        sequence, _state = next(prefetcher)
+        step.run([sequence], lr=1e-5)
+        seconds = time.perf_counter() - began
+    operators = recorded.key_averages()
+    host, busy = (sum(getattr(o, f"self_{kind}_time_total") for o in operators) / 1e6 for kind in ("cpu", "device"))
+    print(
+        f"profiled step: {seconds:.3f} s, host {host:.3f} s, device {busy:.3f} s, documents {sequence.document_lengths}"
+    )
+    for key in ("self_cpu_time_total", "self_device_time_total"):
+        print(operators.table(sort_by=key, row_limit=25, max_name_column_width=70), flush=True)
+
+
+def as_before() -> None:
+    """Plan each length where it is met, and let torch evaluate FlexAttention's masks."""
+    compiled = torch.compile(create_block_mask, dynamic=False)
+
+    def evaluated(lengths: Sequence[int], window: int | None, device: torch.device) -> BlockMask:
+        seen, total = direct(lengths, window, device).mask_mod, sum(lengths)
+        return (compiled if device.type == "cuda" else create_block_mask)(seen, None, None, total, total, device=device)
+
+    direct = attention.document_block_mask
+    attention.document_block_mask, attention.plan_lengths = evaluated, lambda *_heads: None
+
+
 def main() -> None:
     """Run the cases that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", required=True, help="URL below which the caches are, or will be made")
-    parser.add_argument("--cases", default="full:none:3,mixed:keep-matmuls:24", help="DOCUMENTS:POLICY:WARMUP, …")
+    parser.add_argument("--cases", default="full:none:3,mixed:none:4", help="DOCUMENTS:POLICY:WARMUP, …")
     parser.add_argument("--shape", default="llama-3.2b", choices=sorted(SHAPES))
     parser.add_argument("--seq-len", type=int, default=32_768)
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each case")
     parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print where one more step's time goes")
+    parser.add_argument("--before", action="store_true", help="attention without planned lengths and direct masks")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.before:
+        as_before()
     if arguments.tiny:
         arguments.shape, arguments.seq_len, arguments.steps = "tiny", 256, 2
         arguments.cases = "full:none:1,mixed:keep-matmuls:1"
@@ -142,6 +185,7 @@ def main() -> None:
             print(f"{url}: {rows:,} rows, ready after {took:.0f} s", flush=True)
     bench = StepBench(arguments.shape, device, torch.bfloat16, optim={"state": arguments.moments})
     report: dict[str, Any] = {"machine": machine(device), "shape": arguments.shape, "moments": arguments.moments}
+    report["before"] = arguments.before
     report["cases"] = {}
     for documents, policy, warmup in cases:
         print(f"{documents} documents, {policy}:", flush=True)

@@ -6,7 +6,7 @@ Because NAME has no mask function, transformers builds no mask: a [T, T] mask is
 
 Kinds (`layout.kind`):
   plain      one explicit masked softmax per document: the naive twin, and what the other kinds are tested against
-  documents  one causal SDPA call per document (cuDNN on Hopper, flash elsewhere); equal lengths share a call
+  documents  one causal SDPA call per document (cuDNN where it wins, see `sdpa_backends`); equal lengths share a call
   varlen     all documents in one call of flash attention's variable-length kernel (CUDA only)
   flex       FlexAttention over the whole sequence with a block mask of the documents (CUDA only)
   mixed      documents of at least `long_document` tokens through SDPA, the shorter ones together through varlen
@@ -17,8 +17,9 @@ Rates on an H200, forward and backward: one document of 32,768 tokens at 548 TFL
 393 through FlexAttention; 64 of 512 at 201, 95 and 122 (benchmarks/attention_h200.py). FlexAttention compiles once per
 length of a sequence, so sequences come padded to one length on CUDA.
 
-cuDNN plans a kernel for each new shape, which takes tens of milliseconds, so lengths are rounded up to sixteen values
-an octave: under a causal mask, rows that follow a document cannot change it, and what they compute is thrown away.
+cuDNN plans its kernels for each new shape, about 0.12 s a length on an H200, so lengths are rounded up to sixteen values
+an octave, and all of them are planned at once (`plan_lengths`). Under a causal mask, rows that follow a document cannot
+change it, and what they compute is thrown away.
 
 Sliding windows, soft caps and sinks go through FlexAttention on CUDA and through `plain` on a CPU.
 """
@@ -26,25 +27,32 @@ Sliding windows, soft caps and sinks go through FlexAttention on CUDA and throug
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "teachercache_documents"
 KINDS = ("auto", "plain", "documents", "varlen", "flex", "mixed")
 HALF = (torch.bfloat16, torch.float16)
-SDPA_BACKENDS = {  # fastest first
-    "cuda": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
-}
+CUDNN_WINS = (9, 10)
+"""Major compute capabilities on which cuDNN's attention is faster than flash: Hopper (H100, H200), Blackwell (B200)."""
+BLOCK = 128
+"""Tokens of a block of FlexAttention's mask, along queries and keys: torch's default."""
+BLOCK_LISTS = tuple(
+    f"{full}{axis}_{of}" for axis in ("kv", "q") for full in ("", "full_") for of in ("num_blocks", "indices")
+)
+"""A BlockMask's arguments: for each row of blocks how many it needs, and which, needed ones first."""
+MAX_PLANNED = 32_768
+"""Tokens of the longest document that `plan_lengths` plans for."""
 LONG_DOCUMENT = 2048
 """Tokens from which `mixed` gives a document a separate SDPA call."""
 
@@ -87,16 +95,7 @@ class DocumentLayout:
     def block_mask(self, window: int | None) -> BlockMask:
         """Return FlexAttention's mask of the documents: built once per batch, shared by all layers with this window."""
         if window not in self._masks:
-            device, total, sizes = self.device, sum(self.lengths), torch.tensor(self.lengths, device=self.device)
-            each = torch.arange(len(self.lengths), device=device)
-            document = torch.repeat_interleave(each, sizes, output_size=total)
-
-            def seen(_batch: Any, _head: Any, q: Tensor, kv: Tensor) -> Tensor:
-                allowed = (document[q] == document[kv]) & (q >= kv)
-                return allowed & (q - kv < window) if window is not None else allowed
-
-            build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-            self._masks[window] = build(seen, B=None, H=None, Q_LEN=total, KV_LEN=total, device=device)
+            self._masks[window] = document_block_mask(self.lengths, window, self.device)
         return self._masks[window]
 
     def offsets(self, first: int) -> Tensor:
@@ -105,6 +104,39 @@ class DocumentLayout:
             ends = list(itertools.accumulate(self.lengths[first:], initial=0))
             self._offsets[first] = torch.tensor(ends, dtype=torch.int32, device=self.device)
         return self._offsets[first]
+
+
+def document_block_mask(lengths: Sequence[int], window: int | None, device: torch.device) -> BlockMask:
+    """Return what `create_block_mask` returns for causal documents, entry by entry, from their lengths alone.
+
+    window  how many tokens, itself included, a token sees; None is all of its document
+    A token sees a contiguous range, [first, itself], and `first` never falls along the sequence: so a block of queries
+    needs the blocks from its first token's `first` to its own, and sees those whole that lie between its last token's
+    `first` and itself. Computed on the host, and copied in one piece without waiting for the device. Cost for T tokens:
+    a few sorts of (T / 128)² bytes, 4 ms for T = 32,768, where `create_block_mask` evaluates T² entries.
+    """
+    total = sum(lengths)
+    starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    first = starts if window is None else np.maximum(starts, np.arange(total) - window + 1)
+    query = np.arange(-(-total // BLOCK))[:, None]
+    key, own = query.T, np.minimum(query[:, 0] * BLOCK + BLOCK, total) - 1
+    needed = (key >= first[::BLOCK, None] // BLOCK) & (key <= query)
+    whole = (key * BLOCK >= first[own, None]) & (key < query) & (query * BLOCK + BLOCK <= total)
+    parts = [torch.from_numpy(starts.astype(np.int32))]
+    for dense in (needed & ~whole, whole, (needed & ~whole).T, whole.T):
+        needed_first = np.argsort((~dense).view(np.int8), kind="stable")
+        parts += [torch.from_numpy(array.astype(np.int32)) for array in (dense.sum(1), needed_first)]
+    flat = torch.cat([part.flatten() for part in parts])
+    flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
+    start, *blocks = flat.split([part.numel() for part in parts])
+    shaped = [block.view(1, 1, *part.shape) for block, part in zip(blocks, parts[1:], strict=True)]
+    lists: dict[str, Any] = dict(zip(BLOCK_LISTS, shaped, strict=True))
+
+    def seen(_batch: Any, _head: Any, q: Tensor, kv: Tensor) -> Tensor:
+        allowed: Tensor = (start[q] == start[kv]) & (q >= kv)
+        return allowed & (q - kv < window) if window is not None else allowed
+
+    return BlockMask((total, total), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen)
 
 
 def choose_kind(device: torch.device, requested: str = "auto") -> str:
@@ -213,6 +245,9 @@ def _long_then_short(
     lengths = layout.lengths
     if first_short == 0:
         return _varlen(query, key, value, layout, 0, scale)
+    unequal = len(set(lengths[:first_short])) > 1
+    if unequal and query.requires_grad and SDPBackend.CUDNN_ATTENTION in sdpa_backends(query.device):
+        plan_lengths(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], query.shape[2])
     if first_short == len(lengths):
         return causal_documents(query, key, value, lengths, scale)
     border = sum(lengths[:first_short])
@@ -246,10 +281,10 @@ def causal_documents(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
 
 
 def _causal_run(q: Tensor, k: Tensor, v: Tensor, count: int, length: int, scale: float) -> Tensor:
-    """`count` documents of one length, [1, H, count·length, D]; on CUDA the end is padded so that few kernels serve."""
+    """`count` documents of one length, [1, H, count·length, D]; for cuDNN the end is padded: few plans serve."""
     # [1, H, count·length, D] -> [count, H, length, D] without a copy
     q, k, v = (tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for tensor in (q, k, v))
-    extra = rounded_length(length) - length if q.is_cuda else 0
+    extra = rounded_length(length) - length if SDPBackend.CUDNN_ATTENTION in sdpa_backends(q.device) else 0
     if extra:
         q, k, v = (F.pad(tensor, (0, 0, 0, extra)) for tensor in (q, k, v))
     out = sdpa_causal(q, k, v, scale)
@@ -257,10 +292,50 @@ def _causal_run(q: Tensor, k: Tensor, v: Tensor, count: int, length: int, scale:
     return out.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+@cache
+def plan_lengths(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, total: int
+) -> None:
+    """Let cuDNN plan both passes of all rounded lengths from LONG_DOCUMENT to `total`: about 10 s for 32,768, once.
+
+    Otherwise the step that meets a length first waits for its plan, and of several ranks all wait for one. torch keeps
+    the plans of each thread apart: a hook repeats the forward pass in the thread of the backward pass, where
+    checkpointing recomputes. Plans of documents above MAX_PLANNED are little of such a step and come when they are met.
+    """
+    length = LONG_DOCUMENT
+    while length <= min(rounded_length(total), MAX_PLANNED):
+
+        @torch.enable_grad()
+        def forward(length: int = length - 1) -> Tensor:  # one less: most lengths are padded
+            shapes = [(1, count, length, head_dim) for count in (heads, kv_heads, kv_heads)]
+            q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+            return _causal_run(q, k, v, 1, length, head_dim**-0.5)
+
+        out = forward()
+        out.register_hook(lambda _gradient, again=forward: again() * 0)
+        out.backward(torch.zeros_like(out))
+        length = rounded_length(length + 1)
+
+
 def rounded_length(length: int) -> int:
-    """Return the next of sixteen lengths an octave, a multiple of 128: what SDPA calls on CUDA are padded to."""
+    """Return the next of sixteen lengths an octave, a multiple of 128: what SDPA calls of cuDNN are padded to."""
     step = max(128, 1 << max(0, length.bit_length() - 5))
     return -(-length // step) * step
+
+
+@cache
+def sdpa_backends(device: torch.device) -> tuple[SDPBackend, ...]:
+    """Return the kernels that SDPA may use, fastest first.
+
+    cuDNN's wins on Hopper (548 against flash's 323 TFLOP/s on an H200) and data-centre Blackwell; by public
+    measurements flash is faster on A100, A10G and RTX PRO cards, which get no cuDNN.
+    """
+    if device.type != "cuda":
+        return SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+    others = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    return (
+        (SDPBackend.CUDNN_ATTENTION, *others) if torch.cuda.get_device_capability(device)[0] in CUDNN_WINS else others
+    )
 
 
 def sdpa_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -269,7 +344,7 @@ def sdpa_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if groups > 1 and q.is_cuda and q.dtype not in HALF:
         # The one float32 kernel on CUDA that is linear in memory takes no grouped heads.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    with sdpa_kernel(SDPA_BACKENDS[q.device.type], set_priority=True):
+    with sdpa_kernel(list(sdpa_backends(q.device)), set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 

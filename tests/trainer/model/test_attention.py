@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import flex_attention as flex
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -47,9 +50,11 @@ CUDA_KINDS = ["auto", "documents", "varlen", "flex", "mixed"]
 
 
 def build(config: PreTrainedConfig, implementation: str) -> torch.nn.Module:
+    """A model with our attention, and experts as transformers chooses them; or "eager", both of them plain."""
     torch.manual_seed(0)
     config = copy.deepcopy(config)  # a model writes its attention into the configuration it was given
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    plain = {"experts_implementation": "eager"} if implementation == "eager" else {}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32, **plain)
     for parameter in model.parameters():  # sinks and experts too: nothing may hide at zero
         torch.nn.init.normal_(parameter, std=0.3)
     return model.train()
@@ -74,11 +79,8 @@ def test_packed_documents_equal_separate_passes_of_plain_transformers(name: str,
     )
     (expected * weight).sum().backward()
     assert relative(hidden, expected) < 1e-5
-    worst = max(
-        relative(ours.grad, theirs.grad)
-        for (_, ours), (_, theirs) in zip(packed.named_parameters(), apart.named_parameters(), strict=True)
-        if theirs.grad is not None
-    )
+    parameters = zip(packed.base_model.named_parameters(), apart.base_model.parameters(), strict=True)
+    worst = max(relative(ours.grad, theirs.grad) for (_, ours), theirs in parameters)  # routers, experts, sinks too
     print(f"{name} {kind}: hidden {relative(hidden, expected):.1e}, worst gradient {worst:.1e}")
     assert worst < 1e-5
 
@@ -93,6 +95,85 @@ def test_tiled_mlps_change_nothing(name: str) -> None:
             activation.tile_mlps(model.model.layers, tile)
         found.append(student.hidden_states(model, torch.arange(3, 33), torch.arange(30), layout))
     assert relative(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_sinks_of_flex_attention_get_the_gradients_of_a_float64_twin(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses FlexAttention's backward pass on a CPU, though its uncompiled mathematics has one."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    lengths, generator = (150, 100, 37), torch.Generator().manual_seed(0)
+    shapes = [(1, 4, sum(lengths), 8), (1, 2, sum(lengths), 8), (1, 2, sum(lengths), 8), (4,)]
+    inputs = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
+    q, k, v, sinks = inputs
+    layout = DocumentLayout(lengths, "flex", torch.device("cpu"))
+    ours, _ = attention.document_attention(
+        torch.nn.Module(), q, k, v, None, sliding_window=window, s_aux=sinks, layout=layout
+    )
+    document, place = torch.arange(3).repeat_interleave(torch.tensor(lengths)), torch.arange(sum(lengths))
+    behind = place[:, None] - place
+    seen = (document[:, None] == document) & (behind >= 0) & (behind < (window or 1000))
+    scores = q @ k.repeat_interleave(2, dim=1).transpose(2, 3) / 8**0.5
+    scores = torch.cat(
+        [scores.masked_fill(~seen, -torch.inf), sinks.view(1, 4, 1, 1).expand(1, 4, len(place), 1)], dim=3
+    )
+    twin = (scores.softmax(dim=3)[..., :-1] @ v.repeat_interleave(2, dim=1)).transpose(1, 2)
+    weight = torch.randn(twin.shape, dtype=torch.float64, generator=generator)
+    for mine, theirs in zip(*(torch.autograd.grad(out, inputs, weight) for out in (ours, twin)), strict=True):
+        assert relative(mine, theirs) < 1e-6
+    assert relative(ours, twin) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
+def test_a_block_mask_of_lengths_is_that_of_create_block_mask(window: int | None) -> None:
+    drawn = np.random.default_rng(0)
+    lengths = [tuple(drawn.integers(1, 400, count).tolist()) for count in (1, 4, 9)] + [
+        (128, 256, 128),
+        (5, 123, 300, 84),
+    ]
+    for documents in lengths:
+        total = sum(documents)
+        ours = attention.document_block_mask(documents, window, torch.device("cpu"))
+        torchs = flex.create_block_mask(ours.mask_mod, None, None, total, total, device="cpu")
+        assert ours.seq_lengths == torchs.seq_lengths
+        assert ours.BLOCK_SIZE == torchs.BLOCK_SIZE
+        for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+            for key in (name, f"full_{name}"):
+                mine, theirs = getattr(ours, key), getattr(torchs, key)
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine, theirs), (documents, key)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn"), [((8, 0), False), ((8, 6), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_cudnn_attends_on_devices_where_it_wins(
+    capability: tuple[int, int], cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A100, A10G, H200, B200, RTX PRO."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    backends = attention.sdpa_backends.__wrapped__(torch.device("cuda"))
+    assert (backends[0] == SDPBackend.CUDNN_ATTENTION) == cudnn
+    assert SDPBackend.CUDNN_ATTENTION not in backends[1:]
+    assert SDPBackend.FLASH_ATTENTION in backends
+
+
+def test_every_rounded_length_is_planned_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = [], []
+
+    def attend(q: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, _scale: float) -> torch.Tensor:
+        forward.append(q.shape[2])
+        out = q * 1
+        out.register_hook(lambda _gradient, length=q.shape[2]: backward.append(length))
+        return out
+
+    monkeypatch.setattr(attention, "sdpa_backends", lambda _device: (SDPBackend.CUDNN_ATTENTION,))
+    monkeypatch.setattr(attention, "sdpa_causal", attend)
+    attention.plan_lengths.__wrapped__(torch.device("cpu"), torch.float32, 2, 1, 2, 10_000)
+    expected = sorted({rounded_length(length) for length in range(2048, 10_001)})
+    assert backward == expected
+    assert forward == [length for length in expected for _thread in range(2)]
 
 
 def test_a_document_sees_no_other_document() -> None:
@@ -175,8 +256,9 @@ def test_unsupported_options_are_refused_by_name() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: varlen, FlexAttention and cuDNN")
+@pytest.mark.parametrize("special", [False, True], ids=["", "window and sinks"])
 @pytest.mark.parametrize("kind", CUDA_KINDS)
-def test_every_cuda_path_equals_the_naive_twin(kind: str) -> None:
+def test_every_cuda_path_equals_the_naive_twin(kind: str, special: bool) -> None:
     device = torch.device("cuda")
     lengths = (4096, 2500, 700, 300, 300, 57)
     generator = torch.Generator(device).manual_seed(0)
@@ -187,12 +269,15 @@ def test_every_cuda_path_equals_the_naive_twin(kind: str) -> None:
         ).requires_grad_()
 
     q, k, v = heads(6), heads(2), heads(2)
+    sinks = torch.randn(6, device=device, generator=generator)
     grad = torch.randn(1, sum(lengths), 6, 64, device=device, dtype=torch.bfloat16, generator=generator)
     results = {}
     for name, dtype in ((kind, torch.bfloat16), ("plain", torch.float32)):
         inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
         layout = DocumentLayout(lengths, name, device)
-        out, _ = attention.document_attention(torch.nn.Module(), *inputs, None, documents=layout)
+        inputs += [sinks.clone().requires_grad_()] if special else []
+        options = {"sliding_window": 128, "s_aux": inputs[3]} if special else {}
+        out, _ = attention.document_attention(torch.nn.Module(), *inputs[:3], None, layout=layout, **options)
         out.backward(grad.to(dtype))
         results[name] = [out.detach().float(), *(tensor.grad.float() for tensor in inputs)]
     for ours, theirs in zip(results[kind], results["plain"], strict=True):

@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from teachercache.errors import UsageError
+from trainer.bench.step import synthetic_sequence
+from trainer.config import TrainerConfig
+from trainer.losses import kl_loss
 from trainer.model.init_student import init_student
+from trainer.model.student import load_student
+from trainer.optim import build_optimizer
+from trainer.step import Step
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -135,6 +141,27 @@ def test_a_cut_student_is_the_teacher_without_some_layers(tmp_path: Path, name: 
         expected = by_hand(folder, made["layers"])(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["student", "teacher"]
+
+
+def test_a_cut_gpt_oss_trains_router_experts_and_sinks_as_plain_transformers_would(tmp_path: Path) -> None:
+    model_type, changes, layers = CUT["gpt_oss"]
+    init_student(teacher(tmp_path / "teacher", model_type, changes), tmp_path / "student", layers=layers)
+    model = load_student(tmp_path / "student", dtype=torch.float32, device=torch.device("cpu")).train()
+    assert model.config._experts_implementation == "grouped_mm"
+    sequence = synthetic_sequence(48, 3, 96, top_k=8)
+    config = TrainerConfig(cache="unused", student="unused")
+    step = Step(model, build_optimizer(model, config.optim), config, attention_kind="documents", vocab_size=96)
+    step.loss(sequence, num_valid=sequence.num_rows).backward()
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    twin = AutoModelForCausalLM.from_pretrained(tmp_path / "student", **plain).train()
+    hidden = twin.model(sequence.input_ids.view(3, 16), use_cache=False).last_hidden_state.flatten(0, 1)
+    kl_loss(hidden[sequence.row_index], twin.lm_head.weight, sequence.teacher_rows(), method="dense").backward()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None, name
+        assert ours.grad.abs().max() > 0, name
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, atol=1e-6, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)
