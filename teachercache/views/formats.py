@@ -83,7 +83,7 @@ def columns_of(name: str) -> Callable[[Block], pa.Table]:
 
 def trainer_columns(name: str) -> str:
     """Return what the data card says of a format's columns."""
-    return f"Columns for {name}, one line for each record:\n\n{inspect.cleandoc(columns_of(name).__doc__ or '')}"
+    return "One line for each record: " + inspect.cleandoc(columns_of(name).__doc__ or "").removeprefix("Return ")
 
 
 def _rows(block: Block) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:

@@ -31,7 +31,7 @@ from trainer.model.attention import choose_kind
 
 
 class DataPosition(TrainerCallback, ExportableState):
-    """Keeps where the data are in trainer_state.json, and continues there."""
+    """Keep where the data are in trainer_state.json, and continue there."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data = data
@@ -59,12 +59,12 @@ def collate(sequence: PackedSequence) -> dict[str, Any]:
 
 
 class DistillationMixin:
-    """Makes a transformers Trainer learn a cache: `class Mine(DistillationMixin, Trainer): ...`.
+    """Make a transformers Trainer learn a cache: `class Mine(DistillationMixin, Trainer): ...`.
 
     train_dataset  a PackedCache;  eval_dataset  another, for `evaluate`: held-out KL, top-1 agreement, perplexity
     objective      what is minimised (trainer.losses.options.Objective); default the forward KL of `fit`
-    Raises UsageError for what would train on something else: another batch size than 1, DataParallel, FSDP and DeepSpeed,
-    a student whose attention or tokenizer does not fit.
+    Raises UsageError for what would train on something else: another batch size than 1, DataParallel, FSDP, DeepSpeed and
+    torch_compile, a student whose attention or tokenizer does not fit.
     """
 
     # The Trainer's, which comes behind in the order of bases.
@@ -98,6 +98,8 @@ class DistillationMixin:
                 f"per_device_train_batch_size must be 1, found {self.args.per_device_train_batch_size}: a packed sequence is "
                 "a batch; raise seq_len or gradient_accumulation_steps instead"
             )
+        if self.args.torch_compile:
+            raise UsageError("torch_compile would compile the pass through the model, which the loss does not take")
         sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED)
         if self.args.n_gpu > 1 or self.accelerator.distributed_type in sharded:
             raise UsageError(
@@ -139,7 +141,7 @@ class DistillationMixin:
         if not most.any():
             self.control.should_training_stop = True
             return [], None
-        if not (batches or self._last_batch):
+        if not (most.all() or self._last_batch):  # the first step: the same on all ranks
             raise UsageError(f"{self.args.world_size} ranks are more than the sequences of the data: use fewer")
         self._last_batch = batches[-1] if batches else self._last_batch
         filler = [{**self._last_batch, "counts": False}] * (num_batches - len(batches))
@@ -164,6 +166,8 @@ class DistillationMixin:
     ) -> dict[str, float]:
         """Return and log what `trainer eval` measures on a PackedCache. Every rank reads all of it."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(dataset, PackedCache):
+            raise UsageError(f"evaluate needs a PackedCache as its eval_dataset, found {type(dataset).__name__}")
         found = evaluate(
             self.model,
             (sequence for sequence, _ in dataset.with_states()),

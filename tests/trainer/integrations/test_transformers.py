@@ -57,13 +57,13 @@ def test_every_document_is_seen_once_and_the_run_ends_with_the_data(workers, stu
     trainer = trainer_of(student, cache_url, tmp_path, max_steps=500, dataloader_num_workers=workers)
     trainer.train()
     seen = [doc for documents in trainer.seen for doc in documents]
-    expected = [(r.doc_id, r.window) for r in teachercache.open(cache_url).records(split="train")]
-    assert sorted(seen) == sorted(expected)
+    records = list(teachercache.open(cache_url).records(split="train"))
+    assert sorted(seen) == sorted((record.doc_id, record.window) for record in records)
+    assert trainer.rows == sum(int(record.loss_mask.sum()) for record in records)
     assert trainer.state.global_step < 500
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [WatchedTrainer, WatchedSFTTrainer])
+@pytest.mark.parametrize(("kind", "workers"), [(WatchedTrainer, 0), (WatchedTrainer, 2), (WatchedSFTTrainer, 0)])
 def test_a_resumed_run_repeats_and_skips_no_sequence(kind, workers, student, cache_url, tmp_path):
     options = {"save_strategy": "steps", "save_steps": STEPS // 2, "dataloader_num_workers": workers}
     whole = trainer_of(student, cache_url, tmp_path, kind, **options)
@@ -98,6 +98,7 @@ def test_two_ranks_share_the_sequences_and_learn_what_one_learns(student, cache_
     first, second = (torch.load(tmp_path / "both" / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1))
     pairs = itertools.chain(*itertools.zip_longest(first["seen"], second["seen"]))
     assert [documents for documents in pairs if documents is not None] == alone.seen
+    assert first["rows"] + second["rows"] == alone.rows
     assert len(alone.seen) % 2, "the last round of the two ranks is not full"
     assert first["losses"] == pytest.approx(losses(alone), abs=1e-5)
     for mine, theirs in zip(first["weights"], alone.model.parameters(), strict=True):
@@ -123,6 +124,8 @@ def test_what_would_train_on_something_else_is_refused(student, other_vocabulary
     fitting = load_student(student, dtype=torch.float32, device=CPU)
     with pytest.raises(UsageError, match="per_device_train_batch_size must be 1, found 8"):
         make(fitting, per_device_train_batch_size=8)
+    with pytest.raises(UsageError, match="torch_compile would compile"):
+        make(fitting, torch_compile=True)
     with pytest.raises(UsageError, match="train_dataset must be a PackedCache, found list"):
         make(fitting, data=[{"input_ids": [1]}])
     with pytest.raises(UsageError, match="packed documents would see one another"):

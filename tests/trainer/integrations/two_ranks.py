@@ -20,11 +20,12 @@ from trainer.model.student import load_student
 
 
 class Watching(DistillationMixin):
-    """Keeps the documents of each sequence that was trained on."""
+    """Keeps the documents of each sequence that was trained on, and counts rows."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs["counts"]:
             self.seen = [*getattr(self, "seen", []), inputs["sequence"].documents]
+            self.rows = getattr(self, "rows", 0) + inputs["sequence"].num_rows
         return super().training_step(model, inputs, *args, **kwargs)
 
 
@@ -76,7 +77,12 @@ def main(student: str, url: str, output: str) -> None:
         train_dataset=PackedCache(teachercache.open(url), seq_len=SEQ_LEN),
     )
     trainer.train()
-    result = {"seen": trainer.seen, "losses": losses(trainer), "weights": list(trainer.model.parameters())}
+    result = {
+        "seen": trainer.seen,
+        "rows": trainer.rows,
+        "losses": losses(trainer),
+        "weights": list(trainer.model.parameters()),
+    }
     torch.distributed.destroy_process_group()
     os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
     module = lightning_run(
