@@ -47,8 +47,9 @@ def test_the_wheel_holds_every_module_and_data_file_of_the_packages_and_nothing_
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
     }
     assert found == expected
-    for name in (*(f"{package}/py.typed" for package in PACKAGES), "teachercache/templates/report.html"):
+    for name in (*(f"{package}/py.typed" for package in PACKAGES), "trainer/tasks/questions.jsonl"):
         assert (installed / name).exists()
+    assert list((installed / "teachercache/templates").glob("page.*"))
     assert list((installed / "teachercache/schemas").glob("*.schema.json"))
 
 
