@@ -38,7 +38,7 @@ class MeanCache(Cache):
     cache says so. A document that is not in all caches is kept, with loss_mask false everywhere. These are rows to train
     on: evaluate on each cache alone, since a mean row has no standard error and its KL is a mean of several.
 
-    Cost: reads doc_id and window of every record, and holds about 200 bytes for each record of the other caches. Their
+    Cost: reads doc_id and window of every record, and holds about 300 bytes for each record of the other caches. Their
     rows are read by row groups, those of two spans at a time: caches of one plan lie alike, others cost a row group a
     document. Raises UsageError for top-K rows, and where no document is in all caches.
     """

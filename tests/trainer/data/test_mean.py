@@ -135,7 +135,7 @@ def test_the_loss_of_mean_rows_is_the_mean_of_the_teachers_divergences(twins: Tw
     caches, models = twins
     differences = []
     torch.manual_seed(0)
-    for sequence in packed(caches, epochs=6):
+    for sequence in packed(caches, epochs=3):
         rows = sequence.teacher_rows()
         estimate, constant = rows.estimate(torch.float64)
         torch.testing.assert_close(estimate.topk_logprobs.exp().sum(1), torch.ones(len(rows), dtype=torch.float64))

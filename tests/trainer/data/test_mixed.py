@@ -115,7 +115,7 @@ def test_any_number_of_ranks_continues_the_order_from_every_state(
     ranks = [list(mixed(caches, rank=r, world_size=world_size).with_states()) for r in range(world_size)]
     for rank, pairs in enumerate(ranks):
         assert all(same(a, b) and a.cache == b.cache for (a, _), b in zip(pairs, whole[rank::world_size], strict=True))
-    for turn in range(0, len(ranks[-1]), 5):
+    for turn in range(0, len(ranks[-1]), 11):
         state = json.loads(json.dumps(ranks[0][turn][1]))
         assert all(pairs[turn][1] == state for pairs in ranks)
         for others in (1, 2):
