@@ -11,11 +11,14 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -46,7 +49,8 @@ def save(optimizer: torch.optim.Optimizer, folder: Path) -> None:
         size += share.nbytes
     files = parallel.gathered(files)[0]  # a rank may have less than the first
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    write(shares, storage_writer=writer, process_group=parallel.cpu_group())
+    with _one_error():
+        write(shares, storage_writer=writer, process_group=parallel.cpu_group())
     if parallel.rank() == 0:
         for number, path in enumerate(sorted(folder.glob("shard-*.safetensors")), start=1):
             path.rename(folder / f"optimizer-{number:05d}{SUFFIX}")
@@ -92,11 +96,21 @@ def load(optimizer: torch.optim.Optimizer, folder: Path, saved: dict[str, Any]) 
 def _read(wanted: dict[str, Tensor], files: list[Path]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
-            (Path(folder) / f"{file.stem}.safetensors").symlink_to(file.resolve())
+            with safe_open(file, framework="pt"):  # a damaged one is found before torch logs a traceback of it
+                (Path(folder) / f"{file.stem}.safetensors").symlink_to(file.resolve())
         group = parallel.cpu_group()
-        with warnings.catch_warnings():
+        with _one_error(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that one process reads alone
             read(wanted, storage_reader=HuggingFaceStorageReader(folder), process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Raise the error of the first rank that has one: torch's, which has all of them, is no Exception."""
+    try:
+        yield
+    except CheckpointException as errors:
+        raise min(errors.failures.items())[1][0] from errors
 
 
 def _plain(value: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Generator
 from typing import Any, TypeAlias
 
+import torch
+
 from trainer.checkpoint import wait_for_store
 from trainer.data.sequence import PackedSequence
 from trainer.data.shared_order import SharedOrder
@@ -32,6 +34,9 @@ class Prefetcher:
         self, dataset: SharedOrder, *, depth: int = 4, pin: bool = False, stop: threading.Event | None = None
     ) -> None:
         self._dataset, self._pin, self._interrupt = dataset, pin, stop
+        self._device = (
+            torch.cuda.current_device() if pin else None
+        )  # of several ranks' GPUs; a new thread has the first
         self._state = dataset.state()
         self._pairs: Generator[Pair] | None = None
         self._closed = threading.Event()
@@ -51,6 +56,8 @@ class Prefetcher:
 
     def _fill(self) -> None:
         item: Pair | BaseException | None = None
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         while not self._closed.is_set():
             try:
                 item = wait_for_store(self._read, "reading the cache")

@@ -146,7 +146,8 @@ def first(function: Callable[[], T]) -> T:
     try:
         result = function()
     except BaseException as error:
-        gathered((getattr(error, "exit_code", 1), None))
+        with suppress(RuntimeError):  # of a rank that died: this error is the one to tell
+            gathered((getattr(error, "exit_code", 1), None))
         raise
     gathered((None, result))
     return result

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import random
 import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.trainer import ranks, runs, tiny
 from tests.waiting import wait_for
+from trainer.checkpoint import CheckpointFolder
 
 LLAMA = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -55,7 +64,6 @@ def write_config(folder: Path, cache_url: str, student: Path, **sections: Any) -
         "data": {"seq_len": 80, "batch_tokens": 6 * 80},
         "optim": {"lr": 1e-2, "warmup_steps": 1},
         "train": {"epochs": 1, "threads": 1},
-        "eval": {"every_steps": 2, "max_rows": 200},
         "checkpoint": {"every_steps": 2},
         "log": {"tensorboard": False},
     }
@@ -102,7 +110,8 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_one_two_and_three_ranks_train_alike(students: Path, cache_url: str, tmp_path: Path) -> None:
     """Full fine-tuning and adapters; the last batch is not full, so that some ranks have nothing to do in it."""
-    configs = {name: write_config(tmp_path / name, cache_url, students / name) for name in FAMILIES}
+    at_the_end = {"checkpoint": {"every_steps": None}, "eval": {"every_steps": 4, "max_rows": 200}}
+    configs = {name: write_config(tmp_path / name, cache_url, students / name, **at_the_end) for name in FAMILIES}
     kinds = {
         f"{name}-{kind}": (configs[name], extra)
         for name in FAMILIES
@@ -198,7 +207,7 @@ def test_moments_and_low_bits_come_back_bit_for_bit_on_any_number_of_ranks(
     """Written by 3 ranks and by one: each is read by others. With 3, some ranks hold nothing of the smallest vectors."""
     config = write_config(tmp_path, cache_url, students / "gpt_oss")
     settings = [[f"{key}={value}" for key, value in each.items()] for each in STATES]
-    for writers in (3, 1):
+    for writers, others in ((3, (1, 2)), (1, (2,))):
         folders = [tmp_path / f"by-{writers}-{number}" for number in range(len(settings))]
         for folder in folders:
             folder.mkdir()
@@ -206,13 +215,17 @@ def test_moments_and_low_bits_come_back_bit_for_bit_on_any_number_of_ranks(
         written = ranks.run(writers, ranks.each, whole_state, arguments)[0]
         assert all(len(list(folder.glob("*.shard"))) == (writers if writers > 1 else 0) for folder in folders)
         arguments = [(config, each, None, folder) for each, folder in zip(settings, folders, strict=True)]
-        for readers in {1, 2, 3} - {writers}:
+        for readers in others:
             read = ranks.run(readers, ranks.each, whole_state, arguments)[0]
             for ours, theirs in zip(read, written, strict=True):
                 assert len(theirs["tensors"]) >= 2 * len(theirs["steps"]) > 20
                 assert set(ours["steps"]) == set(theirs["steps"]) == {1.0}
                 assert ours["tensors"].keys() == theirs["tensors"].keys()
                 assert all(torch.equal(value, theirs["tensors"][name]) for name, value in ours["tensors"].items())
+    victim = next((tmp_path / "by-3-0").glob("*.shard"))
+    victim.write_bytes(b"x" * victim.stat().st_size)
+    with pytest.raises(SafetensorError):  # an Exception, which torch's is not: `restore` says that the file is damaged
+        whole_state(config, settings[0], None, tmp_path / "by-3-0")
 
 
 def test_a_rank_that_is_killed_ends_the_run_and_the_same_command_goes_on(
@@ -235,6 +248,65 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_same_command_goes_on(
         (m["step"], m["loss"]) for m in runs.metrics(tmp_path / "straight")
     ]
     assert_weights_alike(run, tmp_path / "straight", 0.0)
+
+
+@pytest.mark.slow
+def test_a_run_on_s3_goes_from_two_ranks_to_one_and_back(
+    students: Path, cache_url: str, tmp_path: Path, s3_url: str
+) -> None:
+    config = write_config(tmp_path, cache_url, students / "tied")
+    constant, output = 'optim={"lr": 1e-2, "schedule": "constant"}', f"{s3_url}/runs/several"
+    for count, steps in ((2, 1), (1, 2), (2, 3)):
+        ranks.run(count, ranks.fits, (config, [f"output={output}", constant, f"train.max_steps={steps}"]))
+    straight = tmp_path / "straight"
+    runs.fit_here(config, f"output={straight}", constant, "train.max_steps=3")
+    folder = CheckpointFolder(output)
+    final = folder.fetch_model("final")
+    ours, theirs = load_file(final / "model.safetensors"), load_file(straight / "final" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).norm() <= 2e-4 * theirs[name].norm() for name in ours)
+    files = [entry.files for entry in folder.index().checkpoints]
+    assert [sum(name.endswith(".shard") for name in names) for names in files] == [0, 2]  # keep_last
+
+
+@pytest.mark.soak
+def test_torchrun_and_kills_at_random_give_the_run_without_a_stop(
+    students: Path, cache_url: str, tmp_path: Path
+) -> None:
+    """As a user does it: torchrun, SIGKILL of any rank at any time, the same command; 2 and 3 ranks, twice."""
+    rng = random.Random(runs.random_seed())
+    for count in (2, 3):
+        folder = tmp_path / str(count)
+        config = write_config(folder, cache_url, students / "gpt_oss", train={"epochs": 6, "threads": 1})
+        run, straight = folder / "run", folder / "straight"
+        for output, kills in ((straight, 0), (run, 4)):
+            command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "trainer", "fit"]
+            command = [sys.executable, "-m", *command, str(config), f"output={output}"]
+            for kill in range(kills + 1):
+                process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=runs.environment()
+                )
+                if kill < kills:
+                    victims = wait_for(partial(ranks_of, process.pid, count), 120, "ranks")
+                    time.sleep(rng.uniform(5, 60))  # importing takes the first of them
+                    with suppress(ProcessLookupError):  # it may have ended
+                        os.kill(rng.choice(victims), signal.SIGKILL)
+                said, _ = process.communicate(timeout=300)
+                log = output / "metrics.jsonl"
+                print(f"{count} ranks, {log.read_text().count('train') if log.exists() else 0} steps")
+        assert process.returncode == 0, said[-3000:]
+        assert [(m["step"], m["loss"]) for m in runs.metrics(run)] == [
+            (m["step"], m["loss"]) for m in runs.metrics(straight)
+        ]
+        assert_weights_alike(run, straight, 0.0)
+
+
+def ranks_of(torchrun: int, count: int) -> list[int]:
+    """The processes of the ranks that a torchrun has started, or none before it has."""
+    import psutil
+
+    found = [child.pid for child in psutil.Process(torchrun).children() if "trainer" in child.cmdline()]
+    return found if len(found) == count else []
 
 
 def stopped(config: Path, overrides: Sequence[str], rank: int) -> None:
@@ -268,6 +340,18 @@ def diverged(config: Path, overrides: Sequence[str], rank: int) -> None:
     ranks.fits((config, overrides))
 
 
+def full(config: Path, overrides: Sequence[str], rank: int) -> None:
+    """A rank's body: the disk is full while one rank writes its share."""
+    from trainer import shards
+
+    def write_data(self: Any, *_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if os.environ["RANK"] == str(rank):
+        shards.HuggingFaceStorageWriter.write_data = write_data  # type: ignore[method-assign]
+    ranks.fits((config, overrides))
+
+
 def without_a_word(config: Path, overrides: Sequence[str], rank: int) -> None:
     """A rank's body: one rank alone meets an error."""
     from teachercache.errors import TeacherCacheError
@@ -287,6 +371,7 @@ def without_a_word(config: Path, overrides: Sequence[str], rank: int) -> None:
     [
         (stopped, 6, "Stopped: stopped by a signal: saved step 3"),
         (diverged, 6, r"TrainingDiverged: the loss is nan .* documents "),
+        (full, 6, r"^DiskFull: the disk of .* is full"),
         (without_a_word, 6, "TeacherCacheError: rank 1: a file of mine is damaged"),
         (
             stopped,
