@@ -127,18 +127,25 @@ def step_memory(config: TrainerConfig, model: Model, policy: str, gpus: int = 1)
     wide = 4 if tokens > chunk or summed else size
     loss = (rows * d * wide if head.requires_grad else 0) + max(chunk * rows * size, head_gradient)
 
-    gathered_head = rows * d * size if gpus > 1 else 0
-    gathered = layer_weights * 2 * size + layer_trained * 4 if gpus > 1 else 0  # the next one, too; float32 gradients
+    # FSDP: the layer and the next one, float32 gradients; the head, until its float32 gradient has been shared out, which
+    # for one that is tied to the embedding is at the end of the backward pass.
+    layers_whole = layer_weights * 2 * size + layer_trained * 4 if gpus > 1 else 0
+    head_whole = rows * d * (size + (4 if head.requires_grad else 0)) if gpus > 1 else head_gradient
+    tied = model.get_input_embeddings().weight is head
     held, late = weights + states + summed + WORKSPACE, 0 if summed else gradients
     moments = {
-        "loss": held + kept + ends + loss + gathered_head,
-        "backward, last layer": held + kept + head_gradient + layer + gathered,
-        "backward, first layer": held + late + kept // layers + layer + gathered,
+        "loss": held + kept + ends + loss + (rows * d * size if gpus > 1 else 0),
+        "backward, last layer": held + kept + head_whole + layer + layers_whole,
+        "backward, first layer": held
+        + late
+        + kept // layers
+        + layer
+        + layers_whole
+        + (head_whole if tied and gpus > 1 else 0),
         "update": held + late,
     }
-    return StepMemory(
-        weights, gradients, states, kept + ends, layer, loss, max(gathered, gathered_head), moments=moments
-    )
+    gathered = layers_whole + head_whole if gpus > 1 else 0
+    return StepMemory(weights, gradients, states, kept + ends, layer, loss, gathered, moments=moments)
 
 
 def further_norms(layer: torch.nn.Module, d: int, widths: dict[str, int]) -> int:
