@@ -27,8 +27,8 @@ from trainer.model import Model, attention
 try:
     from axolotl.core.trainers.base import AxolotlTrainer
     from axolotl.integrations.base import BasePlugin
-except ModuleNotFoundError as error:
-    raise UsageError(f"CachePlugin needs axolotl, but {error.name} is not installed: pip install axolotl") from error
+except ImportError as error:
+    raise UsageError(f"CachePlugin needs axolotl 0.19, but: {error}; pip install axolotl") from error
 
 
 class CacheSettings(BaseModel):

@@ -12,12 +12,13 @@ from teachercache.errors import UsageError
 from tests.trainer.integrations.conftest import LR, PER_STEP, ROOT, SEQ_LEN, STEPS
 from tests.trainer.integrations.two_ranks import arguments_of, losses
 
-pytest.importorskip("axolotl", reason="axolotl is not installed: pip install --no-deps axolotl addict")
+try:
+    from trainer.integrations.axolotl import CacheArguments
+except UsageError as error:
+    pytest.skip(f"{error} (alone, with addict)", allow_module_level=True)
 from axolotl.core.training_args_base import AxolotlTrainingMixins
 from axolotl.integrations.base import PluginManager
 from axolotl.utils.dict import DictDefault
-
-from trainer.integrations.axolotl import CacheArguments
 
 
 @dataclass

@@ -16,16 +16,15 @@ import teachercache
 from teachercache.errors import UsageError
 from tests.trainer.integrations.conftest import LR, SEQ_LEN, STEPS, example
 from trainer.config import OptimConfig
+from trainer.integrations.loss import SequenceLoss
 from trainer.model.attention import DocumentLayout
 from trainer.model.student import hidden_states, load_student
 from trainer.optim import build_optimizer
 
-pytest.importorskip(
-    "torchtitan",
-    reason="torchtitan is not installed: pip install --no-deps torchtitan torchdata tyro spmd_types torch_checkpointing",
-)
-from trainer.integrations.loss import SequenceLoss
-from trainer.integrations.torchtitan import check
+try:
+    from trainer.integrations.torchtitan import check
+except UsageError as error:
+    pytest.skip(f"{error} (alone, with torchdata, tyro and spmd_types)", allow_module_level=True)
 
 CPU = torch.device("cpu")
 
