@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs Ray for a machine without network, in files of less than 64 MiB (x86-64, Python 3.12 unless told otherwise).
+# Packs Ray for a machine without network, in files of less than 64 MiB (x86-64, Python 3.12 by default).
 #
 #   scripts/pack_ray.sh DIR [PYTHON_VERSION]     writes DIR/ray/*.whl (45 MiB) and DIR/deps/*.whl (what ray[default] needs)
 #
