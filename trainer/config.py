@@ -86,7 +86,8 @@ class DataConfig(Section):
     )
     seq_len: int = Field(2048, ge=2, description="Tokens in one packed sequence.")
     batch_tokens: int | None = Field(
-        None, description="Tokens of one optimiser step, a multiple of seq_len; the default is one sequence."
+        None,
+        description="Tokens of one optimiser step, a multiple of seq_len times the number of GPUs; the default is one sequence.",
     )
     long_documents: Literal["split", "truncate", "drop", "refuse"] = Field(
         "split",

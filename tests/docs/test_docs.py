@@ -60,6 +60,7 @@ STAND_INS: dict[str, dict[str, str]] = {
     "docs/TRAINING.md": {
         "seq_len: 32768, batch_tokens: 131072": "seq_len: 128, batch_tokens: 256",
         "seq_len=4096": "seq_len=128",
+        "--nproc-per-node 4": "--nproc-per-node 2",
     },
     "docs/INTEGRATIONS.md": {"seq_len=4096": "seq_len=128"},
     "docs/OPERATIONS.md": {"build/models/smollm2-135m": "$TINY"},
