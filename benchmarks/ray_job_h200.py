@@ -93,8 +93,10 @@ class Job:
             while process.poll() is None:
                 count = sum(1 for entry in store.list("commits/") if entry.path.endswith(".json"))
                 seen += [time.monotonic()] * (count - len(seen))
-                if pending and count >= next(iter(pending)):
-                    victim = pending.pop(next(iter(pending)))()[0]
+                due = next((number for number in pending if count >= number), None)
+                if due is not None and (victims := pending[due]()):
+                    victim = victims[0]
+                    del pending[due]
                     print(f"   {count} commits: SIGKILL of {' '.join(victim.cmdline())[:80]}", flush=True)
                     victim.kill()
                 time.sleep(0.1)

@@ -41,9 +41,9 @@ KINDS: dict[str, dict[str, str]] = {
 
 def job_of(model: Path, kind: str, cache: str, scratch: Path, options: Any) -> Any:
     """Return the job of one teacher."""
-    engine = {"enforce_eager": True, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.85} | KINDS[kind]
+    engine: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": 8192} | KINDS[kind]
     if options.model is None:
-        engine |= {"load_format": "dummy"}
+        engine |= {"load_format": "dummy", "gpu_memory_utilization": 0.85}
     return parse_job(
         {
             "cache": cache,

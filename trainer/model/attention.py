@@ -92,6 +92,19 @@ class DocumentLayout:
         work = [float(length) ** 2 for length in self.lengths]
         return "mixed" if 2 * sum(work[: self.num_long]) >= sum(work) else "flex"
 
+    def plan(self, text: Any, dtype: torch.dtype) -> None:
+        """Let cuDNN plan its kernels before a step whose documents differ in length; `text` is the model's configuration.
+
+        Not in the layer that needs them first: checkpointing would take what is computed here for the layer's work.
+        """
+        alone = {"documents": self.lengths, "mixed": self.lengths[: self.num_long]}.get(self.path(dtype), ())
+        if len(set(alone)) < 2 or dtype not in HALF or SDPBackend.CUDNN_ATTENTION not in sdpa_backends(self.device):
+            return
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        plan_lengths(self.device, dtype, heads, kv_heads, head_dim, sum(self.lengths))
+
     def block_mask(self, window: int | None) -> BlockMask:
         """Return FlexAttention's mask of the documents: built once per batch, shared by all layers with this window."""
         if window not in self._masks:
@@ -245,9 +258,6 @@ def _long_then_short(
     lengths = layout.lengths
     if first_short == 0:
         return _varlen(query, key, value, layout, 0, scale)
-    unequal = len(set(lengths[:first_short])) > 1
-    if unequal and query.requires_grad and SDPBackend.CUDNN_ATTENTION in sdpa_backends(query.device):
-        plan_lengths(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], query.shape[2])
     if first_short == len(lengths):
         return causal_documents(query, key, value, lengths, scale)
     border = sum(lengths[:first_short])

@@ -180,6 +180,8 @@ def hidden_states(model: Model, input_ids: Tensor, position_ids: Tensor, layout:
 
     Raises UsageError for a model with layers that mix tokens without `trainer.model.attention`.
     """
+    if torch.is_grad_enabled():
+        layout.plan(model.config.get_text_config(), next(model.parameters()).dtype)
     before = layout.calls
     output = decoder(model)(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, layout=layout)
     calls, layers = layout.calls - before, model.config.get_text_config().num_hidden_layers

@@ -97,6 +97,25 @@ def test_tiled_mlps_change_nothing(name: str) -> None:
     assert relative(found[1], found[0]) < 1e-6
 
 
+def test_lengths_are_planned_before_a_training_step_alone_and_outside_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(attention, "sdpa_backends", lambda _device: (SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH))
+    monkeypatch.setattr(attention, "plan_lengths", lambda *shapes: asked.append((*shapes[1:], layer.calls)))
+    model = build(ARCHITECTURES["llama"], attention.NAME).bfloat16()
+    layer = DocumentLayout((9, 9), "documents", torch.device("cpu"))
+    ids = torch.arange(3, 21)
+    student.hidden_states(model, ids, torch.arange(9).repeat(2), layer)  # one length: one plan, where it is needed
+    layer = DocumentLayout((10, 8), "documents", torch.device("cpu"))
+    with torch.no_grad():
+        student.hidden_states(model, ids, torch.arange(18), layer)
+    assert not asked
+    layer = DocumentLayout((10, 8), "documents", torch.device("cpu"))
+    student.hidden_states(model, ids, torch.arange(18), layer)
+    assert asked == [(torch.bfloat16, 4, 2, 8, 18, 0)]
+
+
 @pytest.mark.parametrize("window", [None, 16])
 def test_sinks_of_flex_attention_get_the_gradients_of_a_float64_twin(
     window: int | None, monkeypatch: pytest.MonkeyPatch
