@@ -53,7 +53,15 @@ def lines(name: str, once: float, storage: str, again: float, student: float) ->
     for count in STUDENTS:
         cached, online = once + count * student, count * (again + student)
         cells = (once, count * again, count * student, cached, online)
-        rows.append([name, str(count), storage, *(f"{cell:,.0f}" for cell in cells), f"{cached / online:.2f}"])
+        rows.append(
+            [
+                name,
+                str(count),
+                storage,
+                *(f"{cell:,.0f}" if cell >= 100 else f"{cell:.1f}" for cell in cells),
+                f"{cached / online:.2f}",
+            ]
+        )
     return rows
 
 
