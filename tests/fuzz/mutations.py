@@ -69,7 +69,8 @@ def apply_bytes(data: bytes, plan: list[tuple[str, float, Any]]) -> bytes:
 def apply_tree(value: Any, plan: list[tuple[str, float, Any]]) -> Any:
     """Return JSON-able data after each change, at the place-th of its nodes."""
     value = json.loads(json.dumps(value))
-    for kind, place, what in copy.deepcopy(plan):  # a value that is put in twice must not hold itself
+    for kind, place, shared in plan:
+        what = copy.deepcopy(shared)  # a value that is put in twice must not hold itself
         nodes = list(_nodes(value))
         if not nodes:
             return value

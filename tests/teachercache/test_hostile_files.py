@@ -326,14 +326,23 @@ def test_no_byte_of_a_footer_ends_the_process(tmp_path):
     assert outcomes["refused"] > outcomes["read"] // 2
 
 
-def test_an_encrypted_column_is_refused(tmp_path):
+def test_a_column_chunk_that_is_encrypted_or_of_another_name_is_refused(tmp_path):
     """Its crypto_metadata, field 8 of a column chunk: Arrow throws where pyarrow does not catch."""
     make(tmp_path, 3)
     schema = pq.ParquetFile(data_file(tmp_path)).schema
-    chunk = bytes([0x3C, 0x00, 0x5C, 0x00, 0x00])  # field 3, an empty struct; field 8, another; the end
-    groups = bytes([0x19, 0x1C, *chunk, 0x00])  # field 1, a list of one struct; the end of the row group
+    named = [0x39, 0x18, 6, *b"doc_id"]  # field 3, a list of one string
+    metadata = {"its": named, "another": [*named[:-1], ord("x")], "no text": [*named[:-1], 0x80]}
+
+    def footer(name, crypto):
+        chunk = [0x3C, *metadata[name], 0x00, *crypto, 0x00]  # field 3, a struct
+        return memoryview(bytes([0x49, 0x1C, 0x19, 0x1C, *chunk, 0x00, 0x00]))  # lists of one struct: 4, and 1 in it
+
+    check_column_chunks(footer("its", []), schema)
     with pytest.raises(ValueError, match="encrypted"):
-        check_column_chunks(memoryview(bytes([0x49, 0x1C]) + groups + b"\0"), schema)
+        check_column_chunks(footer("its", [0x5C, 0x00]), schema)  # field 8, an empty struct
+    for name in ("another", "no text"):
+        with pytest.raises(ValueError, match="named as another column"):
+            check_column_chunks(footer(name, []), schema)
 
 
 def test_train_and_heldout_file_of_one_shard_exchanged_are_told_apart(tmp_path):
