@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from teachercache.errors import CorruptFile, MissingObject, StoreUnavailable
 from teachercache.format import layout
 from teachercache.format.objects import FileEntry, KeyRun
-from teachercache.parquet.bounds import check_pages, chunks_of
+from teachercache.parquet.bounds import check_column_chunks, check_pages, chunks_of
 from teachercache.store.store import Store
 from teachercache.write.uniqueness import FileKeys
 
@@ -69,8 +69,7 @@ class Remembered:
             return True
 
     def _run_meets(self, run: KeyRun, documents: Hashes, content: dict[str, Hashes]) -> bool:
-        with pq.ParquetFile(self._fetched(run), memory_map=True) as file:
-            _check(file, run, self.local[run.name])
+        with self._opened(run) as file:
             for i in range(file.num_row_groups):
                 group = file.read_row_group(i)
                 if np.isin(documents, group["document"].to_numpy()).any():
@@ -83,6 +82,16 @@ class Remembered:
                     if others.size and np.isin(ours, others).any():
                         return True
         return False
+
+    def _opened(self, run: KeyRun) -> pq.ParquetFile:
+        """Open a run; CorruptFile unless it is one whose row groups take no more memory than ours."""
+        path = self._fetched(run)
+        try:
+            file = pq.ParquetFile(path, memory_map=True)
+            _check(file, run, path)
+        except (ValueError, IndexError, KeyError, pa.ArrowException) as error:
+            raise CorruptFile(f"{layout.keys_path(run.name)} cannot be decoded: {ascii(str(error))[1:-1]}.") from error
+        return file
 
     def _fetched(self, run: KeyRun) -> Path:
         if run.name not in self.local:
@@ -107,7 +116,8 @@ class Remembered:
             for entry, k in zip(files, keys, strict=True)
         ]
         for run in merged:
-            old = pq.read_table(self._fetched(run), schema=SCHEMA)
+            with self._opened(run) as file:
+                old = file.read()
             codes = np.array([splits.index(split) for split in run.splits])[old["split"].to_numpy()]
             tables.append(_table(codes, *(old[name].to_numpy() for name in ("document", "window", "content"))))
         self.runs = kept
@@ -137,17 +147,14 @@ def _table(split: npt.NDArray[np.int64], document: Hashes, window: npt.NDArray[n
 
 
 def _check(file: pq.ParquetFile, run: KeyRun, path: Path) -> None:
-    """Raise CorruptFile unless it is a run of its records, in row groups and pages that take no more memory than ours."""
-    footer = file.metadata
+    footer, size = file.metadata, file.metadata.serialized_size
     groups = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
     if not file.schema_arrow.equals(SCHEMA) or footer.num_rows != run.records or max(groups, default=0) > GROUP:
         raise CorruptFile(f"{layout.keys_path(run.name)} is no key run of {run.records:,} records.")
     data = memoryview(pa.memory_map(str(path)).read_buffer()).cast("B")
-    try:
-        for i, rows in enumerate(groups):
-            for chunk in chunks_of(footer, i, range(footer.num_columns)):
-                if chunk.num_values != rows or chunk.start < 0 or chunk.plain_size > 2**26:
-                    raise ValueError("a column chunk is not of its row group")
-                check_pages(data[chunk.start : chunk.start + chunk.size], chunk)
-    except (ValueError, IndexError, KeyError) as error:
-        raise CorruptFile(f"{layout.keys_path(run.name)} cannot be decoded: {error}.") from error
+    check_column_chunks(data[-size - 8 : -8], file.schema)
+    for i, rows in enumerate(groups):
+        for chunk in chunks_of(footer, i, range(footer.num_columns)):
+            if chunk.num_values != rows or chunk.start < 0 or chunk.plain_size > 2**26:
+                raise ValueError("a column chunk is not of its row group")
+            check_pages(data[chunk.start : chunk.start + chunk.size], chunk)

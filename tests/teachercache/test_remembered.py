@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 from collections import Counter
 from datetime import timedelta
@@ -19,7 +20,7 @@ from teachercache.upkeep.gc import collect
 from teachercache.upkeep.optimize import optimize
 from teachercache.write import publish as publishing
 from teachercache.write import uniqueness
-from tests.teachercache.caches import SPEC, writer_with
+from tests.teachercache.caches import SPEC, craft, writer_with
 from tests.teachercache.faultfs import Actor
 from tests.teachercache.test_faults import RECORDS, World, interleave, without_threads  # noqa: F401
 
@@ -141,6 +142,21 @@ def test_key_runs_that_are_lost_or_damaged_cost_time_and_nothing_else(tmp_path, 
     writer.commit("twin", [synthetic_records(SPEC, 4, seed=1, prefix="s1")[2]])
     with pytest.raises(DuplicateDocument):
         writer.publish()
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"document", b"\x80ocument"), (b"content", b"\x80ontent")])
+def test_a_key_run_whose_footer_names_no_text_is_not_believed(tmp_path, old, new):
+    """Whoever wrote it named its digest too; the keys of all files decide instead."""
+    writer = writer_with(tmp_path, range(2))
+    (run,) = (tmp_path / layout.KEYS).iterdir()
+    data = run.read_bytes()
+    for changed in (data.replace(old, new), data[: data.rfind(old)] + new + data[data.rfind(old) + len(old) :]):
+        run.write_bytes(changed)
+        described = {"size": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
+        craft(tmp_path, lambda manifest, described=described: manifest["keys"][0].update(described))
+        writer.commit(f"twin-{len(changed)}", [synthetic_records(SPEC, 4, seed=1, prefix="s1")[2]])
+        with pytest.raises(DuplicateDocument):
+            writer.publish()
 
 
 def test_runs_stay_few(tmp_path):
