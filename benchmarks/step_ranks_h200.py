@@ -17,9 +17,8 @@ Results: benchmarks/results/step_ranks_<device>.json, to which each call adds it
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
@@ -83,7 +83,7 @@ def run(tree: dict[str, Any], gpus: int, steps: int, scratch: Path) -> list[dict
     log = output / "run.log"
     rows: list[dict[str, Any]] = []
     with log.open("wb") as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
     metrics = output / "run" / "metrics.jsonl"
     try:
         while len(rows) < steps:
@@ -93,8 +93,12 @@ def run(tree: dict[str, Any], gpus: int, steps: int, scratch: Path) -> list[dict
             lines = metrics.read_text().splitlines() if metrics.exists() else []
             rows = [row for row in map(json.loads, lines) if "tflops" in row]
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            for rank in psutil.Process(process.pid).children(recursive=True):  # torchrun starts each in a new session
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+            process.kill()
+            process.wait()
     return rows[:steps]
 
 

@@ -301,3 +301,9 @@ def test_every_cuda_path_equals_the_naive_twin(kind: str, special: bool) -> None
         results[name] = [out.detach().float(), *(tensor.grad.float() for tensor in inputs)]
     for ours, theirs in zip(results[kind], results["plain"], strict=True):
         assert relative(ours, theirs) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: cuDNN's plans")
+def test_lengths_are_planned_on_a_gpu() -> None:
+    attention.plan_lengths.__wrapped__(torch.device("cuda"), torch.bfloat16, 6, 2, 64, 4096)
