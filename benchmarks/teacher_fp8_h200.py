@@ -47,7 +47,12 @@ def job_of(model: Path, kind: str, cache: str, scratch: Path, options: Any) -> A
     return parse_job(
         {
             "cache": cache,
-            "teacher": {"model": str(model), "max_model_len": options.length + 16, "engine_args": engine},
+            "teacher": {
+                "model": str(model),
+                "canary": False,
+                "max_model_len": options.length + 16,
+                "engine_args": engine,
+            },
             "corpora": [{"files": [f"{scratch}/docs*.parquet"], "fields": {"input_ids": "ids", "id": "id"}}],
             "recipe": {"bos": "never", "eos": False},
             "run": {"shard_tokens": options.documents * options.length},
@@ -64,7 +69,9 @@ def speed(kind: str, options: Any) -> dict[str, Any]:
         spec = build_spec(job, model)
         teacher = VllmTeacher(job.teacher, str(model), RowsWanted.of(spec))
         teacher.accelerate()
-        return run_pipeline(teacher, job, scratch, spec, options.shards, options.documents, options.length)
+        found = run_pipeline(teacher, job, scratch, spec, options.shards, options.documents, options.length)
+        teacher.close()  # the process would wait for the engine's
+        return found
 
 
 def rows(kind: str, options: Any) -> list[EngineRows]:
@@ -79,7 +86,9 @@ def rows(kind: str, options: Any) -> list[EngineRows]:
     job = job_of(options.model, kind, "/nowhere", Path("/nowhere"), options)
     teacher = VllmTeacher(job.teacher, str(options.model), RowsWanted.of(build_spec(job, options.model)))
     teacher.accelerate()
-    return [scored.rows for scored in teacher.score(documents)]
+    found = [scored.rows for scored in teacher.score(documents)]
+    teacher.close()  # the process would wait for the engine's
+    return found
 
 
 def compare(ours: list[EngineRows], theirs: list[EngineRows]) -> dict[str, float]:
