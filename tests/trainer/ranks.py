@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,14 @@ class RankFailed(AssertionError):
         self.ends = ends
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int = 32) -> int:
+    """The first of some free ports in a row, below those that the system gives to connections and to other tests' servers."""
+    for first in random.SystemRandom().sample(range(20_000, 32_000, count), 100):
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise RankFailed([f"no {count} free ports in a row"])
 
 
 def run(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -42,7 +48,7 @@ def run(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
 def start(count: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[Any, Any]]:
     """Start the ranks: (process, the end of its pipe) of each."""
     _context.set_forkserver_preload(PRELOAD)
-    port, started = free_port(), []
+    port, started = free_ports(), []
     for rank in range(count):
         ours, theirs = _context.Pipe(duplex=False)
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}

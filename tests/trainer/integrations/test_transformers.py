@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from teachercache.errors import UsageError
 from tests.trainer.integrations import two_ranks
 from tests.trainer.integrations.conftest import PER_STEP, ROOT, SEQ_LEN, STEPS, example
 from tests.trainer.integrations.two_ranks import WatchedTrainer, Watching, arguments_of, losses
+from tests.trainer.ranks import free_ports
 from tests.trainer.runs import environment
 from trainer.data import PackedCache
 from trainer.integrations.transformers import CacheTrainer
@@ -80,10 +80,8 @@ def test_two_ranks_share_the_sequences_and_learn_what_one_learns(student, cache_
     alone = trainer_of(student, cache_url, tmp_path / "alone", max_steps=500)
     alone.train()
     (tmp_path / "both").mkdir()
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        ports = {"MASTER_PORT": str(one.getsockname()[1]), "SECOND_PORT": str(other.getsockname()[1])}
+    port = free_ports(2)
+    ports = {"MASTER_PORT": str(port), "SECOND_PORT": str(port + 1)}
     address = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", **ports}
     command = [sys.executable, "-m", two_ranks.__name__, str(student), cache_url, str(tmp_path / "both")]
     ranks = [
