@@ -270,6 +270,7 @@ def test_a_run_on_s3_goes_from_two_ranks_to_one_and_back(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_torchrun_and_kills_at_random_give_the_run_without_a_stop(
     students: Path, cache_url: str, tmp_path: Path
 ) -> None:
