@@ -71,6 +71,8 @@ def _changed(table: pa.Table, kind: str, at: int, what: Any) -> pa.Table:
     if kind == "value" and pa.types.is_list(column.type):
         flat = column.flatten()
         deep = flat.flatten() if pa.types.is_fixed_size_list(flat.type) else flat
+        if not len(deep):
+            return table
         values = deep.to_pylist()
         values[what % len(values)] = [None, -1, 0, 999, 1000, 2**31 - 1, -(2**31), 7, 200, True][what % 10]
         fresh = pa.array(values, deep.type)
