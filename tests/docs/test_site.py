@@ -75,7 +75,7 @@ def test_the_search_finds_a_function(site: Path, serve: Callable[[Path], str]) -
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(f"{serve(site)}/index.html")
-        page.get_by_role("textbox", name="Search").fill("kl_loss")
+        page.get_by_role("textbox", name="Search").press_sequentially("kl_loss")  # the page listens to keys
         page.locator(".md-search-result__link").first.wait_for()
         links = [link.get_attribute("href") or "" for link in page.locator(".md-search-result__link").all()]
         assert any("api/trainer.losses.html" in link for link in links), links
