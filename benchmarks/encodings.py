@@ -200,14 +200,16 @@ def sampled_study(url: str, rows: int, folder: Path) -> dict[str, Any]:
         drawn = kept
         if spec is not cache.spec:
             drawn = [dataclasses.replace(thin_record(r, spec), content_key=r.content_key) for r in kept]
-        for kind, records in ((spec, drawn), large_vocabulary(spec, drawn)):
+        mapped = f", ids at random in {LARGE_VOCAB:,}"
+        for note, (kind, records) in (("", (spec, drawn)), (mapped, large_vocabulary(spec, drawn))):
             for record in records:
                 check_record(record, kind)
             vocab = kind.tokenizer.vocab_size
             for name in ("open", "compact"):
                 measured = measure(get_codec(name, kind.rows, vocab), records, folder)
-                found[f"sampled {entries}, {name}, V = {vocab:,}"] = measured
-                print(f"{vocab:7,}  sampled {entries:3} {name:20} {measured['bytes_per_row']:7.1f} B/row", flush=True)
+                what = f"sampled {entries}, {name}{note}"
+                found[what] = measured
+                print(f"{vocab:7,}  {what:50} {measured['bytes_per_row']:7.1f} B/row", flush=True)
     return found
 
 

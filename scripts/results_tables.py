@@ -186,6 +186,11 @@ def storage() -> str:
                 figure += f"; worst-row L1 error {loss['worst_row_l1']:.3f}, top-1 kept in {loss['top1_agreement']:.2%}"
             what = f"codec `{codec}`, real rows of {result['teacher']} (V = {real['vocab_size']:,})"
             lines.add(what, figure, where, "python benchmarks/encodings.py CACHE")
+        for entries in (100, 24, 12) if "sampled" in result else ():
+            sizes = [result["sampled"][f"sampled {entries}, {codec}"]["bytes_per_row"] for codec in ("open", "compact")]
+            figure = f"{sizes[0]:.1f} bytes a row in `open`, {sizes[1]:.1f} in `compact`"
+            what = f"sampled rows of {entries} entries, {result['teacher']} (V = {real['vocab_size']:,})"
+            lines.add(what, figure, where, "python benchmarks/encodings.py CACHE --sampled SAMPLED_CACHE")
     for name in ("stream_idle.json", "stream.json"):
         result = load(name)
         where = (f"{result['cores']}-core CPU, load average {result['load_before']:.0f}", result["taken"])
