@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 import teachercache
 from tests.deploy.manifests import DEPLOY, ROOT, objects
 from tests.deploy.small import job_tree, make_corpus, make_tokenizer, write_job
+from tests.waiting import wait_for
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from demo_services import BIN, ray_head
@@ -38,7 +40,10 @@ def scraped(temporary: Path) -> dict[str, float]:
     (discovery,) = temporary.glob("tc-ray-*/prom_metrics_service_discovery.json")
     for group in json.loads(discovery.read_text()):
         for target in group["targets"]:
-            page = urllib.request.urlopen(f"http://{target}/metrics", timeout=10).read().decode()
+            try:
+                page = urllib.request.urlopen(f"http://{target}/metrics", timeout=10).read().decode()
+            except urllib.error.URLError:  # a process of Ray that starts, or is gone: Prometheus would ask again
+                continue
             for name, value in re.findall(r"^(ray_teachercache_\w+)(?:\{.*\})? (\S+)$", page, re.M):
                 found[name] = found.get(name, 0.0) + float(value)
     return found
@@ -78,9 +83,8 @@ def test_entrypoint_completes_a_job_and_run_again_does_nothing(
         pinned = teachercache.open(cache).manifest
         assert pinned.complete
         assert pinned.documents == 12
-        metrics = scraped(short_temporary)
-        assert metrics["ray_teachercache_documents_total"] == 12  # the names that rules and dashboard use
-        assert metrics["ray_teachercache_job_shards_left"] == 0
+        expected = {"ray_teachercache_documents_total": 12.0, "ray_teachercache_job_shards_left": 0.0}  # of the rules
+        wait_for(lambda: expected.items() <= scraped(short_temporary).items(), what=f"metrics that are {expected}")
         before = sorted(o.path for o in teachercache.Store.open(cache).list(""))
 
         again = submit(address, spec["entrypoint"], spec["runtimeEnvYAML"], env, elsewhere)
