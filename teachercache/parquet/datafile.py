@@ -274,9 +274,9 @@ class DataFile:
         schema = self.footer.schema.to_arrow_schema()
         return {name.removeprefix(META_PREFIX): schema.field(name).type for name in self._meta_columns}
 
-    def group_bytes(self, i: int, columns: set[str] | None = None) -> int:
-        """Return an upper bound of the memory that `read_group` takes, without repeated strings."""
-        return group_bytes(self.footer, i, self._leaves(columns))
+    def group_bytes(self, i: int) -> int:
+        """Return an upper bound of the memory that a row group takes with all its columns, without repeated strings."""
+        return group_bytes(self.footer, i, self._leaves(None))
 
     def _names(self, columns: set[str] | None) -> list[str]:
         names = sorted(self._codec.columns()) if columns is None else self._codec.physical_columns(columns)
