@@ -124,6 +124,8 @@ def act(url: str, role: str, seed: int, seconds: float) -> dict[str, int]:
 def one_round(url: str, seconds: float, seed: int) -> dict[str, object]:
     """Run the five, then settle: what was committed is there, once, and verifies."""
     writer = teachercache.create(url, SPEC)
+    writer.commit("s0", records_of(0))  # a cache without a document is refused by whoever publishes it
+    writer.publish()
     command = [sys.executable, "-m", "tests.teachercache.soak_concurrency", "act", url]
     started = {
         role: subprocess.Popen(
