@@ -80,7 +80,7 @@ def on_shards(
     """What each of `ranks` threads makes of its slice, padded as vLLM pads it."""
     vocab = logits.shape[1]
     width = -(-vocab // ranks)
-    padded = torch.nn.functional.pad(logits.float(), (0, ranks * width - vocab), value=float("nan"))
+    padded = torch.nn.functional.pad(logits, (0, ranks * width - vocab), value=float("nan"))
 
     def run(rank, all_gather):
         own = padded[:, rank * width : (rank + 1) * width]

@@ -11,6 +11,7 @@ from pipeline.teachers.sampled_rows import reference_sampled_rows, sampled_rows,
 from pipeline.teachers.vocab_parallel import sharded_sampled_rows  # noqa: E402
 from teachercache.format.record import key_uniforms  # noqa: E402
 from teachercache.format.spec import SampledRows  # noqa: E402
+from tests.pipeline.gloo_ranks import Batches, draws_that_differ  # noqa: E402
 from tests.pipeline.sampled_checks import MOST_DIFFERENT, by_definition, cases, compare, on_shards  # noqa: E402
 
 VOCAB, N = 1003, 64  # not a multiple of 32
@@ -49,6 +50,17 @@ def test_few_draws_differ_where_the_vocabulary_is_large(name):
     for found in on_shards(logits, rows, target, u, 2):
         differ, draws = compare(found, wanted, rows)
         assert differ <= MOST_DIFFERENT * draws
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_draws_of_two_processes_differ(dtype, tmp_path):
+    """Two ranks over gloo against the whole row, over more than a hundred thousand draws."""
+    batches = Batches(vocab=20_011, entries=100, spread=2.0, dtype=dtype, rows=256, count=6)
+    differ, draws = draws_that_differ(2, batches, "cpu", tmp_path)
+    print(f"{differ} of {draws:,} draws differ")
+    assert draws >= 100_000
+    assert differ < MOST_DIFFERENT * draws
 
 
 @pytest.mark.parametrize("entries", [2, 40, 1003])

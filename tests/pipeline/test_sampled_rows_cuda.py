@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from pipeline.teachers.sampled_rows import reference_sampled_rows, sampled_rows  # noqa: E402
 from pipeline.teachers.topk import reference_row_top_k, row_top_k  # noqa: E402
 from teachercache.format.spec import SampledRows  # noqa: E402
+from tests.pipeline.gloo_ranks import Batches, draws_that_differ  # noqa: E402
 from tests.pipeline.sampled_checks import MOST_DIFFERENT, cases, compare, on_shards  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,6 +46,17 @@ def test_few_draws_differ(vocab, entries, dtype):
             differ, draws = differ + counts[0], draws + counts[1]
     print(f"{differ} of {draws:,} draws differ")
     assert differ <= MOST_DIFFERENT * draws
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "entries", "count"), [(128_256, 24, 32), (262_144, 100, 8), (50_257, 100, 8)])
+def test_few_draws_of_two_processes_on_one_gpu_differ(vocab, entries, count, dtype, tmp_path):
+    """Two ranks over gloo, each with the kernel on its slice, over more than a hundred thousand draws."""
+    batches = Batches(vocab, entries, spread=2.0, dtype=dtype, rows=256, count=count)
+    differ, draws = draws_that_differ(2, batches, "cuda", tmp_path)
+    print(f"{differ} of {draws:,} draws differ")
+    assert draws >= 100_000
+    assert differ < MOST_DIFFERENT * draws
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
