@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pipeline.corpus.dropped import Dropped
@@ -34,18 +35,18 @@ from pipeline.corpus.provenance import (
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-FLAGS = ("weight", "train", "loss_mask")  # keys of a turn that say whether it is learnt
+FLAGS = ("weight", "train", "loss_mask", "loss")  # keys of a turn that say whether it is learnt
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn that hold its thoughts
 _UNIT = re.compile(r"<[^<>]*>|\[[^\[\]\s]*\]|\w+|\s|.", re.DOTALL)  # what two texts agree on as a whole or not at all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Habits:
     """What a template puts around plain answers.
 
     prompt: the generation prompt. header: the text between a turn's beginning and its words; None: not known.
     end: what follows the last answer. openers: the text between the header and a call, or a thought. needs_parts,
-    takes_parts: whether content must, or may, be a list of parts.
+    takes_parts: whether content must, or may, be a list of parts; takes_several: of more than one.
     """
 
     prompt: str = ""
@@ -54,6 +55,12 @@ class Habits:
     openers: tuple[str, ...] = ()
     needs_parts: bool = False
     takes_parts: bool = False
+    takes_several: bool = False
+
+    @cached_property
+    def headers(self) -> tuple[str, ...]:
+        """What the assistant's turn may begin with: the generation prompt, or as much of it as plain answers have."""
+        return tuple(h for h in (self.prompt, common(self.prompt, self.header or "")) if h.strip())
 
 
 class Run(NamedTuple):
@@ -72,6 +79,7 @@ class Word(NamedTuple):
     stop: int
     owner: int
     kind: int
+    part: int = 0
 
 
 class Layout:
@@ -87,7 +95,7 @@ class Layout:
         since, begun = 0, 0
         for start, stop, what in noted.notes if type(noted) is Owned else ():
             if type(what) is Words:
-                self.words.append(Word(start, stop, what.owner, what.kind))
+                self.words.append(Word(start, stop, *what))
                 continue
             if type(what) is Generation:
                 if what.begins:
@@ -129,7 +137,7 @@ def common(a: str, b: str) -> str:
 def behind_header(before: str, habits: Habits) -> int | None:
     """Return where a header ends in the text before a turn's words; None where there is none that is known."""
     plain_header = habits.header or ""
-    for header in (habits.prompt, common(habits.prompt, plain_header), plain_header):
+    for header in (*habits.headers, plain_header):
         if header.strip() and (place := before.find(header)) >= 0:
             return place + len(header)
     if habits.header is not None and not plain_header.strip():
@@ -145,12 +153,26 @@ def is_learnt(message: Message) -> bool:
     )
 
 
-def content_texts(message: Message) -> list[str]:
-    """Return the texts of a message's content, which is a string, a list of parts, or nothing."""
+def content_parts(message: Message) -> dict[int, str]:
+    """Return the texts of a message's content, which is a string, a list of parts, or nothing, by their places."""
     content = message.get("content")
     if isinstance(content, list):
-        return [p["text"] for p in content if isinstance(p, dict) and isinstance(p.get("text"), str)]
-    return [content] if isinstance(content, str) else []
+        return {
+            place: part["text"]
+            for place, part in enumerate(content)
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+        }
+    return {0: content} if isinstance(content, str) else {}
+
+
+def content_texts(message: Message) -> list[str]:
+    """Return the texts of a message's content."""
+    return list(content_parts(message).values())
+
+
+def spelt(text: str) -> set[str]:
+    """Return how a text may be printed: as it is, or inside a JSON string."""
+    return {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
 
 
 def call_names(message: Message) -> list[str]:
@@ -163,8 +185,12 @@ def call_names(message: Message) -> list[str]:
 
 
 def thoughts_of(message: Message) -> list[str]:
-    """Return the keys of a turn that hold thoughts."""
-    return [key for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
+    """Return the keys of a turn, and of the parts of its content, that hold thoughts."""
+    content = message.get("content")
+    holders = (
+        [message, *(part for part in content if isinstance(part, dict))] if isinstance(content, list) else [message]
+    )
+    return [key for key in THOUGHTS if any(isinstance(h.get(key), str) and h[key].strip() for h in holders)]
 
 
 class Spans:
@@ -184,13 +210,13 @@ class Spans:
         self.layout, self.text, self.messages = layout, layout.text, messages
         self.habits, self.special, self.alone = habits, special, alone
         self.learnt = {i for i, message in enumerate(messages) if is_learnt(message)}
-        self.unprinted: set[str] = set()  # keys of turns that the template does not print
+        self.unprinted: set[str] = set()  # what the template does not print of these messages
 
     def find(self) -> list[Span]:
         """Return the spans, in their order. Raises Dropped where one is not certain, or where a check fails."""
         spans: list[Span] = []
         for index in sorted(self.learnt):
-            found = list(self._of_turn(index))
+            found = [part for span in self._of_turn(index) for part in self._without_headers(span)]
             self._check_turn(index, found)
             spans += found
         spans = _merged(spans)
@@ -214,6 +240,20 @@ class Spans:
             yield from self._without_run(own)
         elif runs and not self._has_something(index):
             yield from self._empty_answer(max(runs, key=lambda r: r.stop - r.start))
+
+    def _without_headers(self, span: Span) -> Iterator[Span]:
+        """Yield a span without headers in it: what follows the end marker of an answer is another turn's beginning."""
+        start, stop = span
+        for header in self.habits.headers[-1:]:
+            for end in self.special.finditer(self.habits.end.strip()):
+                again = re.compile(re.escape(end[0]) + r"(\s*" + re.escape(header) + ")")
+                while (found := again.search(self.text, start, stop)) and not self._is_word(found.start(1)):
+                    yield start, found.start(1)
+                    start = found.end(1)
+        yield start, stop
+
+    def _is_word(self, place: int) -> bool:
+        return any(w.start <= place < w.stop for w in self.layout.words)
 
     def _has_something(self, index: int) -> bool:
         message = self.messages[index]
@@ -282,6 +322,9 @@ class Spans:
     def _end_of_turn(self, word: int, stop: int) -> int:
         """Return the end of a turn whose last word ends at `word`: the end marker is the last special token up to `stop`."""
         tail = self.text[word:stop]
+        for header in self.habits.headers:
+            if (again := tail.find(header)) >= 0:  # the header of an answer without words
+                tail = tail[:again]
         marks = [m.end() for m in self.special.finditer(tail)]
         if marks:
             return word + marks[-1]
@@ -321,8 +364,8 @@ class Spans:
             raise Dropped("template_mixes_turns", f"turn {own[0].owner} cannot be kept apart from others")
         border = max((w.stop for w in others if w.stop <= start), default=0)
         before = self.text[border:start]
-        for header in (self.habits.prompt, common(self.habits.prompt, self.habits.header or "")):
-            if header.strip() and (place := before.rfind(header)) >= 0:
+        for header in self.habits.headers:
+            if (place := before.rfind(header)) >= 0:
                 start = border + place + len(header)
                 break
         end = self.habits.end.strip()
@@ -343,14 +386,17 @@ class Spans:
         """Raise Dropped where words or calls of a turn are not in its spans."""
         message = self.messages[index]
         learnt = "".join(self.text[a:b] for a, b in spans)
-        kinds = {
-            w.kind for w in self.layout.words if w.owner == index and any(a < w.stop and w.start < b for a, b in spans)
-        }
+        words = [w for w in self.layout.words if w.owner == index and any(a < w.stop and w.start < b for a, b in spans)]
+        kinds = {w.kind for w in words}
         for number, name in enumerate(call_names(message)):
             if NAME + number not in kinds and not (name and name in learnt):
                 raise Dropped("template_drops_call", f"the template does not print tool_calls of turn {index}")
-        if any(text.strip() for text in content_texts(message)) and CONTENT not in kinds:
-            raise Dropped("template_drops_turn", f"the template does not print the content of turn {index}")
+        for place, text in content_parts(message).items():
+            found = [self.text[w.start : w.stop] for w in words if w.kind == CONTENT and w.part == place]
+            if text.strip() and not found:
+                raise Dropped("template_drops_turn", f"the template does not print the content of turn {index}")
+            if sum(map(len, found)) < len(text.strip()) and _letters("".join(found)) < _letters(text):
+                self.unprinted.add("a part of the content")
         unprinted = [key for key in thoughts_of(message) if THOUGHT not in kinds]
         self.unprinted.update(unprinted)
         if unprinted and not (call_names(message) or CONTENT in kinds):
@@ -371,9 +417,15 @@ class Spans:
                 continue
             # its words lost their notes, or were not printed: then they must not be in what is learnt
             for text in filter(None, (t.strip() for t in content_texts(message))):
-                spelt = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
-                if any(t in self.text[a:b] for a, b in spans for t in spelt):
+                if any(t in self.text[a:b] for a, b in spans for t in spelt(text)):
                     raise Dropped("template_mixes_turns", f"words of message {index} may be inside an assistant's turn")
+                if not any(t in self.text for t in spelt(text)):
+                    self.unprinted.add(f"the content of {message['role']} turns")
+
+
+def _letters(text: str) -> int:
+    """Return the number of characters without white space."""
+    return sum(map(len, text.split()))
 
 
 def _merged(spans: list[Span]) -> list[Span]:

@@ -104,6 +104,8 @@ def _message(value: Any, name: str) -> Message:
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Dropped("wrong_type", "tool_calls should be a list of calls")
+    if not isinstance(message.get("loss", False), bool):  # a figure about the turn, no flag
+        del message["loss"]
     for flag in FLAGS:
         if message.get(flag, 1) not in (0, 1):
             raise Dropped("wrong_type", f"{flag} {message[flag]!r} of a turn: only 0 and 1 are known")

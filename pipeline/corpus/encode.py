@@ -46,7 +46,7 @@ class Window:
 class Tokens:
     """A whole document in tokens: ids int32 [n] without an added BOS; learn bool [n], per token.
 
-    unprinted: keys of a conversation's turns that its template leaves out.
+    unprinted: what of a conversation its template leaves out.
     """
 
     ids: np.ndarray

@@ -29,10 +29,11 @@ HEADER, CONTENT, THOUGHT, CALL, NAME = 0, 1, 2, 3, 16
 
 
 class Words(NamedTuple):
-    """What a message brought: `owner` is its index."""
+    """What a message brought: `owner` is its index, `part` the place in a content of several parts."""
 
     owner: int
     kind: int
+    part: int = 0
 
 
 class Enter(NamedTuple):
@@ -229,6 +230,8 @@ def _message(index: int, message: dict[str, Any]) -> OwnedDict:
     for key, value in message.items():
         if key in _HEADERS:
             made[key] = _own(value, Words(index, HEADER))
+        elif key == "content" and isinstance(value, list):
+            made[key] = [_own(part, Words(index, CONTENT, place)) for place, part in enumerate(value)]
         elif key == "content":
             made[key] = _own(value, Words(index, CONTENT))
         elif key == "tool_calls" and isinstance(value, list):

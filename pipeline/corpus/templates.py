@@ -20,6 +20,8 @@ from pipeline.corpus.chat_spans import (
     call_names,
     common,
     content_texts,
+    spelt,
+    thoughts_of,
 )
 from pipeline.corpus.dropped import Dropped
 from pipeline.corpus.provenance import CONTENT, HEADER, compile_noting, owned_messages
@@ -46,7 +48,7 @@ def may_print_date(template: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text; spans: what is learnt; unprinted: keys of turns that the template leaves out."""
+    """A conversation as text; spans: what is learnt; unprinted: what of the conversation the template leaves out."""
 
     text: str
     spans: list[Span]
@@ -119,7 +121,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
         """Return the conversation up to where the assistant's next turn begins; nothing of it is learnt."""
-        return self._first_of(messages, tools, lambda m: Rendered(self.render(m, tools, True), []))
+        return self._first_of(messages, tools, lambda m: self._prompt(m, tools))
 
     def spans(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
         """Return the conversation and what is learnt of it. Raises Dropped where that is not certain."""
@@ -134,6 +136,17 @@ class ChatTemplate:
                 raise
             return self._first_of(messages, tools, lambda m: Rendered(self.render(m, tools), []))
 
+    def _prompt(self, messages: Sequence[Message], tools: Any) -> Rendered:
+        text = self.render(messages, tools, True)
+        unprinted = set(_unprinted_tools(tools, text))
+        for index, message in enumerate(messages):
+            words = filter(None, (t.strip() for t in content_texts(message)))
+            if message["role"] != "assistant" and not all(any(t in text for t in spelt(w)) for w in words):
+                layout = self._layout(messages, tools, True)
+                if not any(w.owner == index and w.kind == CONTENT for w in layout.words):
+                    unprinted.add(f"the content of {message['role']} turns")
+        return Rendered(text, [], frozenset(unprinted))
+
     def _spans(self, messages: Sequence[Message], tools: Any) -> Rendered:
         text = self.render(messages, tools)
         layout = self._layout(messages, tools)
@@ -145,7 +158,7 @@ class ChatTemplate:
             layout, messages, self.habits(tools), self._special, lambda i: self._layout(messages[: i + 1], tools)
         )
         found = spans.find()
-        return Rendered(text, found, frozenset(spans.unprinted))
+        return Rendered(text, found, frozenset(spans.unprinted) | _unprinted_tools(tools, text))
 
     # -- spellings -----------------------------------------------------------------------------------------------
 
@@ -157,6 +170,8 @@ class ChatTemplate:
             messages = [_in_parts(m) for m in messages]
         elif lists and not habits.takes_parts:
             messages = [_in_one(m) for m in messages]
+        if lists and not habits.takes_several:
+            messages = [_in_one_part(m) for m in messages]
         simpler = [_simple(m) for m in messages]
         if habits.needs_parts:
             simpler = [_in_parts(m) for m in simpler]
@@ -191,10 +206,11 @@ class ChatTemplate:
     def _learn_habits(self, tools: Any) -> Habits:
         strings = [_ASK, _ANSWERS[0], _ASK, _ANSWERS[1]]
         lists = [_in_parts(m) for m in strings]
-        takes, needs = (_shows(self._try(form, tools), len(form)) for form in (lists, strings))
+        several = [m | {"content": [*m["content"], *m["content"]]} for m in lists]
+        takes, many, needs = (_shows(self._try(form, tools), form) for form in (lists, several, strings))
         needs_parts = takes and not needs
         form = lists if needs_parts else strings
-        habits = Habits(needs_parts=needs_parts, takes_parts=takes)
+        habits = Habits(needs_parts=needs_parts, takes_parts=takes, takes_several=many)
         with_prompt, without = self._try(form[:1], tools, True), self._try(form[:1], tools)
         if with_prompt is not None:
             shared = common(with_prompt.text, without.text if without is not None else "")
@@ -241,9 +257,17 @@ class ChatTemplate:
         return [found[0]] if found else []
 
 
-def _shows(layout: Layout | None, count: int) -> bool:
-    """Return whether the contents of all `count` messages are in a rendering."""
-    return layout is not None and len({w.owner for w in layout.words if w.kind == CONTENT}) == count
+def _shows(layout: Layout | None, messages: Sequence[Message]) -> bool:
+    """Return whether the contents of all messages are in a rendering, with all their parts."""
+    count = sum(len(content_texts(message)) for message in messages)
+    return layout is not None and len({(w.owner, w.part) for w in layout.words if w.kind == CONTENT}) == count
+
+
+def _unprinted_tools(tools: Any, text: str) -> frozenset[str]:
+    """Return "tools" where a text has the name of none of them."""
+    functions = (tool.get("function", tool) for tool in tools or () if isinstance(tool, dict))
+    names = [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str) and f["name"]]
+    return frozenset({"tools"} if names and not any(name in text for name in names) else ())
 
 
 def _prints_none(layout: Layout, messages: Sequence[Message]) -> bool:
@@ -264,9 +288,26 @@ def _in_parts(message: Message) -> Message:
 
 
 def _in_one(message: Message) -> Message:
-    return (
-        {**message, "content": "".join(content_texts(message))} if isinstance(message.get("content"), list) else message
-    )
+    """Return a message whose content is a string; thoughts among its parts become its reasoning_content."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    thoughts = "".join(part[key] for part in content for key in THOUGHTS if isinstance(part.get(key), str))
+    extra = {"reasoning_content": thoughts} if thoughts and not thoughts_of(message | {"content": ""}) else {}
+    return {**message, **extra, "content": "".join(content_texts(message))}
+
+
+def _in_one_part(message: Message) -> Message:
+    """Return a message whose content, if it is a list, has no text behind another text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts: list[Any] = []
+    for part in content:
+        if parts and "text" in part and "text" in parts[-1]:
+            part = {**part, "text": parts.pop()["text"] + part["text"]}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
 def _simple(message: Message) -> Message:

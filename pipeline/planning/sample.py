@@ -55,7 +55,7 @@ class Sample:
     drops: Counter[str] = field(default_factory=Counter)
     fields: set[str] = field(default_factory=set)  # names that documents without a wanted field do have
     details: dict[str, str] = field(default_factory=dict)  # of the first drop of each reason
-    unprinted: Counter[str] = field(default_factory=Counter)  # keys of turns that the chat template leaves out
+    unprinted: Counter[str] = field(default_factory=Counter)  # what the chat template leaves out
     ids: list[bytes] = field(default_factory=list)
     whole: bool = False  # the sample is the file
     identity: str | None = None  # what a file is that cannot be read, by its first bytes
@@ -277,7 +277,7 @@ NOT_PRINTED = {  # reasons of chat_spans.py, and the key of a turn
 
 
 def template_warnings(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, Sample]]) -> list[str]:
-    """Return a warning for every key of a turn that the chat template does not print, as far as the samples show it."""
+    """Return a warning for everything that the chat template does not print, as far as the samples show it."""
     dropped, unprinted, seen = Counter[str](), Counter[str](), 0
     for _, sample in samples:
         dropped.update({reason: count for reason, count in sample.drops.items() if reason in NOT_PRINTED})
@@ -290,8 +290,8 @@ def template_warnings(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, S
         for reason, count in dropped.items()
     ]
     silent = [
-        f"source {corpus.source!r}: the chat template does not print {key} of some turns in {count} of {seen} sampled "
-        f"documents, so no student learns it: {ways}, or leave it out of the corpus"
+        f"source {corpus.source!r}: the chat template does not print {key} in {count} of {seen} sampled documents, so "
+        f"teacher and students never see it: {ways}, or leave it out of the corpus"
         for key, count in unprinted.items()
     ]
     return lost + silent

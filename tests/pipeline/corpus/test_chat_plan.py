@@ -12,8 +12,8 @@ from tests.pipeline.conftest import write_jsonl
 from tests.pipeline.corpus.test_chat_spans import CHATML, ONE, answer, user
 
 
-def warnings(job_file, tmp_path, rows) -> str:
-    (tmp_path / "t.jinja").write_text(CHATML)
+def warnings(job_file, tmp_path, rows, template=CHATML) -> str:
+    (tmp_path / "t.jinja").write_text(template)
     job = job_file(
         tmp_path / "cache",
         [write_jsonl(tmp_path / "a.jsonl", rows)],
@@ -33,6 +33,11 @@ def test_plan_names_the_key_that_a_template_drops(job_file, tmp_path):
     assert "recipe.chat.template" in said
     thought = {"messages": [user("q"), answer("a", reasoning_content="t")]}
     assert "does not print reasoning_content" in warnings(job_file, tmp_path, [*plain, thought])
+    split = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    cut = {"messages": [user("q"), answer("<think>t</think>a")]}
+    assert "does not print a part of the content in 1 of 7 sampled" in warnings(
+        job_file, tmp_path, [*plain, cut], split
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ BEHIND = (
     "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
     "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]{% endif %}<|im_end|>\n{% endfor %}" + G
 )
+EMPTYBEHIND = (
+    "{% for m in messages %}{% if m.tool_calls %}" + CALLS + "{% endif %}{% if m.content is not none %}" + H
+    + "{% endif %}{% endfor %}" + G
+)  # fmt: skip
 NULLCALL = (
     "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
     "<|im_start|>assistant\n[{{ m.tool_calls[0].function.name }}]<|im_end|>\n{% else %}"
@@ -134,6 +138,9 @@ RIGHT: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     "alternate": (ALTERNATE, ONE, ["[add]" + E, "done." + E]),
     "toolname": (TOOLNAME, ONE, ["[add]" + E, "done." + E]),
     "inside": (INSIDE, ONE, ["[add]", "done." + E]),
+    "empty answer behind a call": (EMPTYBEHIND, ONE, ["[add]" + E, "done." + E]),
+    "words behind a call": (EMPTYBEHIND, [user("q"), answer("words", tool_calls=[CALL]), *ONE[2:]],
+                            ["[add]" + E, "words" + E, "done." + E]),
     "think, <table>": (THINK, [user("q"), answer("<table>x</table>")], ["<table>x</table>" + E]),
     "think, plain": (THINK, [user("q"), answer("plain")], ["plain" + E]),
     "steps, Hello": (STEPS, [user("q"), answer("Hello.")], ["Hello." + E]),
@@ -149,6 +156,7 @@ RIGHT: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     "unicode": (CHATML, [user("Ç🙂"), answer("é🙂ﬁ")], ["é🙂ﬁ" + E]),
     "weight": (CHATML, [user("q"), answer("bad", weight=0), user("q"), answer("good", weight=1)], ["good" + E]),
     "train": (CHATML, [user("q"), answer("bad", train=False), user("q"), answer("good")], ["good" + E]),
+    "loss": (CHATML, [user("q"), answer("bad", loss=False), user("q"), answer("good", loss=0.5)], ["good" + E]),
     "loss_mask": (CHATML, [user("q"), answer("bad", loss_mask=0), user("q"), answer("good")], ["good" + E]),
 }  # fmt: skip
 
@@ -204,6 +212,10 @@ def test_template_that_goes_by_pairs(chat):
     assert chat(PAIRS).learnt([user("q1"), answer("a1"), user("q2"), answer("a2")]) == ["a1" + E, "a2" + E]
 
 
+FIRST_OR_SHORT = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if loop.first or p.text | length < 6 %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+)
 DROPS = {
     "call": (CHATML, ONE, "template_drops_call"),
     "second call": (NEEDCALL, [*ONE[:1], answer("", tool_calls=[CALL, CALL | {"function": {"name": "other"}}])],
@@ -215,6 +227,9 @@ DROPS = {
     "nothing to learn": (CHATML, [user("q"), answer("a", weight=0)], "mask_all_false"),
     "weight 0.5": (CHATML, [user("q"), answer("a", weight=0.5)], "wrong_type: weight 0.5"),
     "null": (CHATML.replace("{{ m.content }}", "{{ m.content or '' }}"), [user("q"), answer(None)], "mask_all_false"),
+    "second part": (CHATML.replace("{{ m.content }}", FIRST_OR_SHORT),
+                    [user("q"), answer([{"type": "text", "text": "one"}, {"type": "text", "text": "two, long"}])],
+                    "template_drops_turn"),
     "image": (CHATML, [user([{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {"url": "x.png"}}]),
                        answer("a")], "content_image"),
     "audio": (CHATML, [user([{"type": "input_audio", "input_audio": {}}]), answer("a")], "content_audio"),
@@ -269,6 +284,38 @@ def test_parts_of_text_are_the_text(chat):
     made = chat(reading)
     for messages in (parts, [user("q"), answer("an answer")]):
         assert made.learnt(messages) == ["an answer" + E]
+
+
+PRINTING = {
+    "strings": "{{ m.content }}",
+    "the first part": "{{ m.content[0].text }}",
+    "the first part, or a string": "{{ m.content if m.content is string else m.content[0].text }}",
+    "every part": "{% for p in m.content %}{{ p.text }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", PRINTING)
+def test_every_part_of_a_content_is_printed_and_learnt(chat, name):
+    """Some stock templates print the first part alone."""
+
+    def parts(one: str, two: str) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": one}, {"type": "text", "text": two}]
+
+    made = chat(CHATML.replace("{{ m.content }}", PRINTING[name]))
+    tokens = made.tokens({"messages": [user(parts("q1 ", "q2")), answer(parts("one, ", "two"))]})
+    assert learned(made.encoder, tokens.ids, tokens.learn) == ["one, two" + E]
+    assert made.encoder.backend.decode(tokens.ids.tolist(), skip_special_tokens=False).count("q1 q2") == 1
+    assert not tokens.unprinted
+
+
+def test_thoughts_among_the_parts_are_printed_or_told(chat):
+    content = [{"type": "thinking", "thinking": "t1"}, {"type": "text", "text": "a"}]
+    tokens = chat(CHATML).tokens({"messages": [user("q"), answer(content)]})
+    assert tokens.unprinted == {"reasoning_content"}
+    assert chat(BEHIND).learnt([user("q"), answer(content)]) == ["<think>\nt1\n</think>\n\na" + E]
+    text_alone = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    tokens = chat(CHATML.replace("{{ m.content }}", text_alone)).tokens({"messages": [user("q"), answer(content)]})
+    assert tokens.unprinted == {"thinking"}
 
 
 def test_other_spellings_of_the_same_conversation(chat):
@@ -346,6 +393,37 @@ def test_keys_that_a_template_does_not_print_are_told(chat):
     tokens = chat(CHATML).tokens({"messages": [user("q"), answer("a", reasoning_content="t")]})
     assert tokens.unprinted == {"reasoning_content"}
     assert not chat(BEHIND).tokens({"messages": [user("q"), answer("a", reasoning_content="t")]}).unprinted
+
+
+NO_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+SPLIT = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+UNSEEN: dict[str, tuple[str, list[dict[str, Any]], set[str]]] = {
+    "nothing": (CHATML, [{"role": "system", "content": "S"}, *TWO], set()),
+    "system": (NO_SYSTEM, [{"role": "system", "content": "S"}, *TWO], {"the content of system turns"}),
+    "developer": (NO_SYSTEM, [{"role": "developer", "content": "S"}, *TWO], {"the content of developer turns"}),
+    "result": (NO_SYSTEM, [user("q"), result("R"), answer("a")], {"the content of tool turns"}),
+    "blank": (NO_SYSTEM, [{"role": "system", "content": " "}, *TWO], set()),
+    "thoughts in the words": (SPLIT, [user("q"), answer("<think>t</think>\n\na")], {"a part of the content"}),
+    "trimmed": (SPLIT, [user("q"), answer("\n a b \n")], set()),
+}
+
+
+@pytest.mark.parametrize("mode", ["spans", "generate"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_neither_teacher_nor_student_sees_is_told(chat, name, mode):
+    template, messages, expected = UNSEEN[name]
+    if mode == "generate":
+        messages, expected = messages[:-1], expected - {"a part of the content"}
+        tokens = chat(template, mode="generate").tokens({"messages": messages})
+    else:
+        tokens = chat(template).tokens({"messages": messages})
+    assert tokens.unprinted == expected
+
+
+def test_tools_that_a_template_does_not_print_are_told(chat):
+    row = {"messages": TWO, "tools": TOOLS}
+    assert chat(CHATML).tokens(row).unprinted == {"tools"}
+    assert not chat(TOOLSLAST).tokens(row).unprinted
 
 
 def test_conversations_that_an_assistant_opens_are_learnt_in_mode_all_too(chat):

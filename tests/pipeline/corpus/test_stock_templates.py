@@ -87,6 +87,9 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 # What one template family does, seen and judged right: GLM's models stop at the header of what comes next, and TRL's
 # template for their training marks that token as the assistant's.
 STOPS_AT_A_HEADER = "trl/glm4moe_training"
+HEADER_BEHIND_AN_END = re.compile(
+    r"(<\|im_end\|>|<\|eot_id\|>|<｜end▁of▁sentence｜>|</s>|<eos>)\s*<[^<>]*assistant", re.I
+)
 TOOL_MARK_AT_THE_END = "<|tool_response>"  # Gemma 4 stops a call that has no result yet at this token
 
 
@@ -173,6 +176,10 @@ class Pair:
         )
         if others and self.template != STOPS_AT_A_HEADER:
             return f"learnt the header of another message: {others[0]}"
+        for run in self.runs:
+            behind = max((m.end() for m in re.finditer(r"[AHX]{2}\d", run)), default=0)
+            if re.search(r"(?<!/)assistant", run[behind:], re.IGNORECASE) or HEADER_BEHIND_AN_END.search(run):
+                return f"learnt the header of an answer: {run!r}"
         # the last answer begins where a generation prompt ends, if the text has all of that prompt
         if len(self.messages) == 2 and not self.messages[-1].get("tool_calls"):
             before = chat.render(self.messages[:1], tools, True)
