@@ -44,6 +44,8 @@ def check_url(url: str) -> None:
         if scheme in ("s3", "s3a", "gs", "gcs", "http", "https") and not re.match(r"[^/?#\\]", rest):
             what = "host" if scheme.startswith("http") else "bucket"
             raise UsageError(f"a URL names no {what}; expected for example {scheme}://{what}/path.")
+        if scheme == "file" and not re.match(r"/|[A-Za-z]:", rest):
+            raise UsageError(f"{url!a} is no whole path; expected file:///{rest} or a plain path.")
         return
     found = _SCHEME_LIKE.match(url)
     if found and (near := difflib.get_close_matches(found[1].lower(), _USUAL, 1, cutoff=0.75)):

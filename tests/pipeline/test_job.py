@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -47,17 +48,57 @@ def test_wrong_teacher_path(job_file, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.slow
-def test_a_teacher_whose_weights_are_a_pointer_leaves_nothing_and_the_same_command_then_works(job_file, tmp_path):
-    """A real `hf` teacher: a tiny random Llama, which needs torch and transformers."""
+def tiny_teacher(folder: Path, padding: int = 0) -> Path:
+    """A real `hf` teacher: a tiny random Llama, whose head has `padding` more rows than the tokenizer has tokens."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    folder = make_tokenizer(tmp_path / "teacher")
+    make_tokenizer(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    size = teachercache.fingerprint_tokenizer(folder).vocab_size
+    size = teachercache.fingerprint_tokenizer(folder).vocab_size + padding
     transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=size, max_position_embeddings=512, **sizes)
+        transformers.LlamaConfig(vocab_size=size, max_position_embeddings=512, initializer_range=0.3, **sizes)
     ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["top_k", "sampled"])
+def test_a_teacher_with_a_padded_head_gives_rows_without_its_padding(job_file, tmp_path, kind):
+    """All of a job's documents are kept; a top-K row's tail holds the padding's mass, a sampled row has none of it."""
+    folder = tiny_teacher(tmp_path / "teacher", padding=64)
+    teacher = {"model": str(folder), "engine": "hf", "dtype": "float32"}
+    rows = {"entries": 16} if kind == "top_k" else {"kind": "sampled", "entries": 16, "exact": 4}
+    path = write_jsonl(tmp_path / "a.jsonl", documents(30))
+    result = pipeline("run", job_file(tmp_path / "cache", [path], teacher=teacher, rows=rows))
+    assert result.returncode == 0, result.stdout + result.stderr
+    cache = teachercache.open(str(tmp_path / "cache"))
+    size = cache.spec.tokenizer.vocab_size
+    assert (cache.manifest.documents, dict(cache.manifest.drops)) == (30, {})
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    padded = 0
+    for record in cache.records():
+        assert record.topk_ids.max() < size
+        with torch.no_grad():
+            logits = model(torch.from_numpy(record.input_ids[None].astype(np.int64))).logits[0, record.row_pos].double()
+        padded += int((logits.argmax(1) >= size).sum())
+        if kind == "sampled":
+            p = torch.softmax(logits[:, :size], 1)
+            assert np.exp(record.topk_logprobs).sum(1) == pytest.approx(1, abs=0.01)
+        else:
+            p = torch.softmax(logits, 1)
+            outside = 1 - p.gather(1, torch.from_numpy(record.topk_ids.astype(np.int64))).sum(1).numpy()
+            np.testing.assert_allclose(np.exp(record.tail_logprob), outside, atol=1e-4)
+        np.testing.assert_allclose(record.topk_logprobs[:, 0], p[:, :size].amax(1).log(), atol=5e-3)
+    assert padded > 100, "the padding ranks first in many rows"
+
+
+@pytest.mark.slow
+def test_a_teacher_whose_weights_are_a_pointer_leaves_nothing_and_the_same_command_then_works(job_file, tmp_path):
+    folder = tiny_teacher(tmp_path / "teacher")
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize {len(whole)}\n")

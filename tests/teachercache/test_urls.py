@@ -1,4 +1,4 @@
-"""Credentials in a URL: refused wherever one is written, before anything is opened, and never repeated."""
+"""A URL that is misspelt or holds credentials is refused before anything is opened, and credentials are never repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from teachercache.errors import UsageError
 from teachercache.store.failures import explain
 from teachercache.store.store import Store
-from teachercache.urls import hide_credentials, refuse_credentials
+from teachercache.urls import check_url, hide_credentials, refuse_credentials
 
 HELD = [
     "s3://key:hidden@bucket/cache",
@@ -64,3 +64,25 @@ def test_an_endpoint_with_a_password_is_refused_by_the_name_of_its_setting(monke
     assert "hidden" not in str(caught.value)
     said = explain(ValueError(f"Invalid endpoint: {endpoint}"), "s3://bucket/cache")  # one of a profile
     assert "hidden" not in str(said)
+
+
+MISSPELT = {
+    "s3:/team/x": "s3://", "s3:team/x": "s3://", "s3//team/x": "s3://", "S3://team/x": "s3://", "s3;//team/x": "s3://",
+    "s://team/x": "s3://", "s3:\\\\team\\x": "s3://", "s3:///team/x": "no bucket", "s3://": "no bucket",
+    "gs:/b/x": "gs://", "hf:/datasets/o/n": "hf://", "hf:datasets/o/n": "hf://", "http:/host/x": "http://",
+    "https//host/x": "https://", "htps://host/x": "https://", "file:/tmp/x": "file://", "file://tmp/x": "file:///tmp/x",
+    "file://./x": "a plain path", " s3://team/x": "blanks",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("url", MISSPELT)
+def test_a_misspelt_url_is_refused_with_the_right_spelling_and_no_folder_is_made(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=MISSPELT[url]):
+        Store.open(url)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("url", ["s3://team/x", "file:///tmp/x", "/tmp/x", "./s3:/x", "x/s3:/y", "s3", "data"])
+def test_a_url_or_path_of_a_right_spelling_is_taken(url):
+    check_url(url)

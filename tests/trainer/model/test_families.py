@@ -127,6 +127,14 @@ def by_hand(folder: Path, kept: list[int]) -> Any:
     return model
 
 
+def test_at_least_25_families_are_cut_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    cut, refused = ({case[0] for case in cases.values()} for cases in (CUT, REFUSED))
+    with capsys.disabled():
+        print(f"\n{len(CUT)} models of {len(cut)} families are cut, {len(REFUSED)} refused by name; ", end="")
+        print(f"{len(cut | refused)} families in all")
+    assert len(cut) >= 25
+
+
 @pytest.mark.parametrize("name", CUT)
 def test_a_cut_student_is_the_teacher_without_some_layers(tmp_path: Path, name: str) -> None:
     model_type, changes, layers = CUT[name]
