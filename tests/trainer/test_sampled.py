@@ -87,7 +87,12 @@ def test_eval_estimates_the_full_divergence_without_a_teacher(
     assert alone["heldout_kl_kind"].startswith("full vocabulary")
     error = alone["heldout_kl_standard_error"]
     assert 0 < error < 0.1 * alone["heldout_kl"]
-    assert abs(both["heldout_kl"] - both["heldout_kl_full_vocabulary"]) <= 3 * error
+    full = both["heldout_kl_full_vocabulary"]
+    off = abs(both["heldout_kl"] - full) / error
+    print(
+        f"from the cache alone {alone['heldout_kl']:.4f} ± {error:.4f}, with the teacher {full:.4f}: {off:.2f} errors off"
+    )
+    assert off <= 3
     itself = evaluate(live, heldout, **call)
     assert abs(itself["heldout_kl"]) <= 4 * itself["heldout_kl_standard_error"] + 1e-3
     assert itself["top1_agreement"] > 0.99

@@ -237,6 +237,7 @@ def test_a_student_with_all_its_mass_on_one_outcome_keeps_its_digits(options: di
         truth = exact(case, options)
         for method in ("fused", "forward_chunked", "dense"):
             error = run(case, options, method=method).relative_error(truth)
+            print(f"{method}, seed {seed}: float32 gradients {error:.1e} off float64's")
             assert error <= 5e-6, (method, seed, error)
 
 
@@ -264,7 +265,9 @@ def test_the_gradient_of_sampled_rows_is_unbiased() -> None:
         ]
         values, gradients = (torch.stack(x) for x in zip(*found, strict=True))
         chance = gradients.var(dim=0).sum().sqrt() / calls**0.5
-        assert (gradients.mean(dim=0) - truth).norm() <= 1.2 * chance, method
+        off = (gradients.mean(dim=0) - truth).norm()
+        print(f"{method}: the mean gradient of {draws:,} draws is {off / chance:.2f} x chance off")
+        assert off <= 1.2 * chance, method
         assert abs(values.mean() - loss) <= 4 * values.std() / calls**0.5
         assert chance <= 0.05 * truth.norm()
 
