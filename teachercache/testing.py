@@ -57,7 +57,7 @@ def synthetic_record(
     stretch = vocab // k
     order = rng.permuted(np.broadcast_to(np.arange(k, dtype=np.int32), (n, k)), axis=1)
     ids = order * stretch + rng.integers(0, stretch, size=(n, k), dtype=np.int32)
-    target = np.where(rng.random(n) < 0.9, logprobs[:, 0], np.nan).astype(np.float32)
+    target = np.where(rng.random(n) < 0.9, logprobs[:, 0], np.nan).astype(np.float16).astype(np.float32)
     mask = np.ones(n, dtype=bool)
     mask[-1] = False
     record = Record(

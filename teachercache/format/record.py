@@ -45,7 +45,7 @@ class Record:
     topk_ids: Int32Array  # [r, K] by descending log-probability; behind `exact` of a sampled row: drawn, ascending
     topk_logprobs: Float32Array  # [r, K] natural log, of the full softmax; stored with float16's precision
     tail_logprob: Float32Array  # [r] log of the mass outside the K (or `exact`), before rounding, floored at log 2**-23
-    target_logprob: Float32Array  # [r] log-probability of the token that follows; NaN = outside the request
+    target_logprob: Float32Array  # [r] of the token that follows, with float16's precision; NaN = outside the request
     loss_mask: BoolArray  # [r] about the predicted token; False after the last token
     entropy: Float32Array | None = None  # [r] the teacher's -sum p log p in nats; NaN where the engine cannot say
     exact: Uint16Array | None = None  # [r] entries of a sampled row that are not drawn; None in a top-K cache

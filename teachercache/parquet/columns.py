@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from teachercache.format.record import is_unicode
+from teachercache.format.record import Float32Array, is_unicode
 from teachercache.format.spec import Rows
 from teachercache.parquet import types
 from teachercache.parquet.block import ROW_DTYPES, Block
 
 META_PREFIX = "meta_"  # a column of the corpus; keeps its name apart from columns that later versions may add
+LOWEST_FLOAT16 = np.float32(-65504)  # a finite target_logprob stays finite
 LEAF = "list.element"  # how Parquet names the entries of a list column
 # Parquet leaf path -> encoding, of the columns that every codec has. A column that is not named is PLAIN.
 COMMON_ENCODINGS = {
@@ -56,7 +57,7 @@ class Codec(ABC):
 
     def encode(self, block: Block, meta_types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
         """Make a table of one row a record. `meta_types` fixes the corpus's columns over all row groups of a file."""
-        entropy = block.entropy.astype(np.float16).astype(np.float32)
+        target = as_float16(np.maximum(block.target_logprob, LOWEST_FLOAT16))
         columns = {
             "doc_id": pa.array(block.doc_id, pa.string()),
             "window": pa.array(block.window),
@@ -66,9 +67,9 @@ class Codec(ABC):
             "row_pos": ragged(pa.array(block.row_pos), block.row_offsets),
             **self.encode_topk(block),
             "tail_logprob": ragged(pa.array(block.tail_logprob), block.row_offsets),
-            "target_logprob": ragged(nullable(block.target_logprob), block.row_offsets),
+            "target_logprob": ragged(nullable(target), block.row_offsets),
             "loss_mask": ragged(pa.array(block.loss_mask), block.row_offsets),
-            "entropy": ragged(nullable(entropy), block.row_offsets),
+            "entropy": ragged(nullable(as_float16(block.entropy)), block.row_offsets),
         }
         if block.exact is not None:
             columns["exact"] = ragged(pa.array(block.exact), block.row_offsets)
@@ -138,6 +139,11 @@ class Codec(ABC):
 def nested(values: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> pa.ListArray:
     """Make list<fixed_size_list<K>> [B] of values [R, K] and offsets [B+1]; no copy."""
     return ragged(pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]), offsets)
+
+
+def as_float16(values: np.ndarray[Any, Any]) -> Float32Array:
+    """Return float32 values rounded to the nearest float16 value; NaN stays NaN."""
+    return values.astype(np.float16).astype(np.float32)
 
 
 def nullable(values: np.ndarray[Any, Any]) -> pa.Array:

@@ -38,7 +38,8 @@ MAX_L1 = 0.01
 BASE, CAP = 0.004, 0.25
 SCALES = 6  # grids; the finest has steps of BASE / 32
 LOWEST = 40.0  # nats; smaller probabilities (4e-18) come back as this
-FREQUENT = 8192  # ids that are renumbered; the others keep their order behind them
+FREQUENT = 8192  # ids that are renumbered at most; the others keep their order behind them
+OCCURS = 16  # an id that is rarer in the first block would cost more in the footer than its number saves
 RESTORED = 2**22  # entries that are restored at the same time
 ORDER_KEY = b"teachercache.compact.frequent_ids"
 L1_KEY = b"teachercache.compact.max_l1"
@@ -193,10 +194,10 @@ class CompactCodec(Codec):
 
 
 def frequent_ids(topk_ids: Int32Array, vocab_size: int) -> Int32Array:
-    """Return the most frequent ids of a block, most frequent first; at most FREQUENT."""
+    """Return the most frequent ids of a block, most frequent first; at most FREQUENT, each there OCCURS times."""
     counts = np.bincount(topk_ids.reshape(-1), minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")[:FREQUENT]
-    return order[counts[order] > 0].astype(np.int32)
+    return order[counts[order] >= OCCURS].astype(np.int32)
 
 
 def numbering(frequent: Int32Array, vocab_size: int) -> Int32Array:

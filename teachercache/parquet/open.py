@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from teachercache.format.record import Float32Array, round_logprobs
 from teachercache.parquet.block import Block
-from teachercache.parquet.columns import Codec, nested
+from teachercache.parquet.columns import Codec, as_float16, nested
 
 
 class OpenCodec(Codec):
-    """Encode and decode the open layout. Lossless but for the float16 rounding of topk_logprobs."""
+    """Encode and decode the open layout. Of the entries it changes only topk_logprobs, by rounding to float16."""
 
     topk_columns = ("topk_ids", "topk_logprobs")
     value_types: ClassVar = {"topk_ids": pa.int32(), "topk_logprobs": pa.float32()}
@@ -32,9 +32,7 @@ class OpenCodec(Codec):
 
     def _rounded(self, logprobs: Float32Array) -> Float32Array:
         """Return float16 values; of a sampled row to the nearest always, since rounding all down would be a bias."""
-        return (
-            logprobs.astype(np.float16).astype(np.float32) if self.rows.kind == "sampled" else round_logprobs(logprobs)
-        )
+        return as_float16(logprobs) if self.rows.kind == "sampled" else round_logprobs(logprobs)
 
     def decode_topk(self, table: pa.Table) -> tuple[Any, Any]:
         """Return ids and log-probabilities [R, K]; None for what the table lacks."""

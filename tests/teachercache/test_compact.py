@@ -12,7 +12,7 @@ import teachercache
 from teachercache.errors import CorruptFile
 from teachercache.format.record import round_logprobs
 from teachercache.format.spec import SampledRows
-from teachercache.parquet.compact import MAX_L1, grid, quantise
+from teachercache.parquet.compact import MAX_L1, OCCURS, grid, quantise
 from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.verify import verify
@@ -34,7 +34,9 @@ def l1(ours, theirs):
 @pytest.mark.parametrize(
     "spec", [SPEC, synthetic_spec(vocab_size=262_144, top_k=100), synthetic_spec(vocab_size=40, top_k=1)]
 )
-def test_records_come_back_within_the_bound(tmp_path, spec):
+@pytest.mark.parametrize("occurs", [1, OCCURS, 10**6], ids=["all", "some", "none"])
+def test_records_come_back_within_the_bound(tmp_path, spec, occurs, monkeypatch):
+    monkeypatch.setattr("teachercache.parquet.compact.OCCURS", occurs)  # how many ids are renumbered
     records = synthetic_records(spec, 20)
     writer = teachercache.create(tmp_path, spec, codec="compact")
     writer.commit("s", records)
@@ -105,8 +107,10 @@ def test_a_renumbering_that_is_none_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("vocab_size", [97, 50_257, 262_144, 2**24])
-def test_sampled_rows_of_any_vocabulary_come_back(tmp_path, vocab_size):
+@pytest.mark.parametrize("occurs", [1, 10**6], ids=["all", "none"])
+def test_sampled_rows_of_any_vocabulary_come_back(tmp_path, vocab_size, occurs, monkeypatch):
     """From 2**18 ids on, the key by which a row is sorted again no longer fits 32 bits."""
+    monkeypatch.setattr("teachercache.parquet.compact.OCCURS", occurs)
     spec = synthetic_spec(vocab_size=vocab_size, rows=SampledRows(entries=12, exact=3))
     records = synthetic_records(spec, 3)
     writer = teachercache.create(tmp_path / "cache", spec, codec="compact")

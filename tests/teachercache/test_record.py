@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import teachercache
 from teachercache.errors import InvalidRecord
 from teachercache.format.record import TAIL_FLOOR, check_record, content_key, round_logprobs, tail_from_logprobs
+from teachercache.format.spec import SampledRows, TopKRows
 from teachercache.testing import synthetic_record, synthetic_spec
 
 SPEC = synthetic_spec()
@@ -105,6 +106,35 @@ def test_the_content_key_is_the_documented_hash():
     plain = hashlib.blake2b(struct.pack("<q3i2i", 3, *ids, *pos), digest_size=16, key=digest.encode()).digest()
     assert content_key(digest, ids, pos) == plain
     assert content_key(digest, np.array([5, 6], np.int32), np.array([7, 0, 2], np.int32)) != plain
+
+
+@pytest.mark.parametrize("rows", [TopKRows(entries=8), SampledRows(entries=8)], ids=lambda rows: rows.kind)
+@pytest.mark.parametrize("codec", ["open", "compact"])
+def test_the_targets_log_probability_is_the_nearest_float16_value(tmp_path, codec, rows):
+    spec = synthetic_spec(rows=rows)
+    record = synthetic_record(np.random.default_rng(1), spec, "d", length=200)
+    target = np.where(np.arange(200) % 5 == 4, record.topk_logprobs[:, 1], record.topk_logprobs[:, 0])
+    target[:7] = 0.0, -1e-7, -3e-5, -65519.0, -65521.0, -3.4e38, 5e-4
+    target[-9:] = np.nan
+    writer = teachercache.create(tmp_path / "first", spec, codec=codec)
+    writer.commit("s", [dataclasses.replace(record, target_logprob=target)])
+    writer.publish()
+    read = next(teachercache.open(tmp_path / "first").records())
+    stored = read.target_logprob
+    assert stored.dtype == np.float32
+    assert np.array_equal(np.isnan(stored), np.isnan(target))
+    assert stored[4] == stored[5] == -65504
+    assert np.array_equal(stored, stored.astype(np.float16).astype(np.float32), equal_nan=True)
+    near = target[[*range(4), *range(6, 191)]].astype(np.float64)
+    assert np.all(abs(stored[[*range(4), *range(6, 191)]] - near) <= np.maximum(abs(near) * 2.0**-11, 2.0**-25))
+    if codec == "open":
+        place = np.where(np.arange(200) % 5 == 4, 1, 0)[7:191]
+        assert np.array_equal(stored[7:191], read.topk_logprobs[np.arange(7, 191), place])
+    writer = teachercache.create(tmp_path / "again", spec, codec=codec)
+    writer.commit("s", [read])
+    writer.publish()
+    again = next(teachercache.open(tmp_path / "again").records())
+    assert np.array_equal(again.target_logprob, stored, equal_nan=True)
 
 
 @settings(max_examples=25, deadline=None)
