@@ -72,10 +72,12 @@ def map_layers(config: Any, kept: Sequence[int]) -> None:
             isinstance(value, dict)
             and value
             and not NO_LAYER_LISTS.fullmatch(key)
-            and {str(layer) for layer in range(count)} == set(map(str, value))
-        ):
+            and {str(layer) for layer in range(count)} >= set(map(str, value))
+        ):  # of every layer, or of those that differ
+            by_layer = {str(layer): entry for layer, entry in value.items()}
+            number = type(next(iter(value)))
             changed[key] = {
-                type(next(iter(value)))(new): value.get(layer, value.get(str(layer))) for new, layer in enumerate(kept)
+                number(new): by_layer[str(layer)] for new, layer in enumerate(kept) if str(layer) in by_layer
             }
     if stored.get("decoder_sparse_step"):
         only, step = stored.get("mlp_only_layers") or [], stored["decoder_sparse_step"]
@@ -127,8 +129,14 @@ def check_same(config: Any, kept: Sequence[int], *, trust_remote_code: bool = Fa
     refuse_states(theirs, config.get_text_config())
     fresh = copy.deepcopy(config)
     map_layers(fresh, kept)
-    cut = type(fresh).from_dict(fresh.to_dict())  # as a reader of config.json makes it
-    ours = _on_meta(cut, trust_remote_code)
+    try:
+        cut = type(fresh).from_dict(fresh.to_dict())  # as a reader of config.json makes it
+        ours = _on_meta(cut, trust_remote_code)
+    except Exception as error:  # each model checks its configuration in its own way
+        raise UsageError(
+            f"{type(theirs).__name__}: transformers refuses its configuration cut to the layers {list(kept)} "
+            f"({' '.join(str(error).split())[:300]}). This model cannot be cut"
+        ) from error
     (name, old), (_, new) = layer_stack(theirs), layer_stack(ours)
     stored = config.get_text_config().to_dict()
     suspects = [

@@ -39,6 +39,7 @@ MLA = EXPERTS | {
 ERNIE = EXPERTS | {"moe_num_experts": 4, "moe_k": 2}
 LLAMA4 = EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 8}
 SLIDING = {"sliding_window": 8}
+GEMMA4 = SLIDING | {"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"] * 2
 # model_type, what differs from SMALL, the layers that are kept; each choice of layers breaks the teacher's own pattern
@@ -91,6 +92,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "falcon_h1": ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "every-2", "layer_types of hybrid"),
     "mamba2": ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1}, "every-2", "layer_types of linear_attention"),
     "gemma3n_text": ("gemma3n_text", SLIDING | {"num_kv_shared_layers": 2}, "every-2", "num_kv_shared_layers"),
+    "gemma4_text": ("gemma4_text", GEMMA4 | {"hidden_size_per_layer_input": 8}, "every-2", "embed_tokens_per_layer"),
+    "gemma4_unified_text, sizes of some layers": ("gemma4_unified_text", GEMMA4, "1,2,5,7", "store_full_length_kv"),
+    "gpt_neo": ("gpt_neo", {"num_layers": 8, "num_heads": 4, "attention_types": [[["global", "local"], 4]]}, "1,2,5,7",
+                "attention_layers"),
     "diffllama": ("diffllama", {}, "every-2", "lambda_init"),
     "gpt2, scaled by place": ("gpt2", {"n_layer": 8, "scale_attn_by_inverse_layer_idx": True}, "every-2", "scale_attn_by"),
     "ernie4_5_moe": ("ernie4_5_moe", ERNIE | {"moe_layer_start_index": 0, "moe_layer_interval": 3}, "2,3,5", "moe_layer"),
@@ -200,8 +205,10 @@ def test_a_list_with_an_entry_a_layer_is_taken_apart_whatever_its_name() -> None
     for key, value in lists.items():
         setattr(config, key, value)
     config.per_layer = {str(i): i for i in range(8)}
+    config.some_layers = {3: "a", 4: "b", 6: "c"}
     map_layers(config, [1, 3, 6])
     stored = json.loads(config.to_json_string(use_diff=False))
-    assert [stored[key] for key in (*lists, "per_layer")] == [
+    assert [stored[key] for key in (*lists, "per_layer", "some_layers")] == [
         [1, 3, 6], [2, 4, 8], [0.5, 1.5, 3.0], [{"n": 1}, {"n": 3}, {"n": 6}], {"0": 1, "1": 3, "2": 6},
+        {"1": "a", "2": "c"},
     ]  # fmt: skip
