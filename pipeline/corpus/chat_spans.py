@@ -391,12 +391,19 @@ class Spans:
         for number, name in enumerate(call_names(message)):
             if NAME + number not in kinds and not (name and name in learnt):
                 raise Dropped("template_drops_call", f"the template does not print tool_calls of turn {index}")
+        noted = 0
         for place, text in content_parts(message).items():
             found = [self.text[w.start : w.stop] for w in words if w.kind == CONTENT and w.part == place]
             if text.strip() and not found:
+                if any(
+                    t in self.text for t in spelt(text.strip())
+                ):  # printed through %, format, or character by character
+                    raise Dropped("template_unclear", f"which text is the content of turn {index} is not certain")
                 raise Dropped("template_drops_turn", f"the template does not print the content of turn {index}")
-            if sum(map(len, found)) < len(text.strip()) and _letters("".join(found)) < _letters(text):
-                self.unprinted.add("a part of the content")
+            noted += sum(map(len, found))
+        texts = "".join(content_texts(message))
+        if noted < len(texts.strip()) and _letters(self.special.sub("", learnt)) < _letters(texts):
+            self.unprinted.add("a part of the content")
         unprinted = [key for key in thoughts_of(message) if THOUGHT not in kinds]
         self.unprinted.update(unprinted)
         if unprinted and not (call_names(message) or CONTENT in kinds):

@@ -221,6 +221,10 @@ DROPS = {
     "second call": (NEEDCALL, [*ONE[:1], answer("", tool_calls=[CALL, CALL | {"function": {"name": "other"}}])],
                     "template_drops_call"),
     "content": ("{% for m in messages %}{% if m.role == 'user' %}" + H + "{% endif %}{% endfor %}", TWO, "template_drops_turn"),
+    "content through %": ("{% for m in messages %}{{ '<|im_start|>%s\n%s<|im_end|>\n' % (m.role, m.content) }}{% endfor %}",
+                          TWO, "template_unclear"),
+    "content by letters": (CHATML.replace("{{ m.content }}", "{% for c in m.content %}{{ c }}{% endfor %}"), TWO,
+                           "template_unclear"),
     "content with a call": (NEEDCALL, [user("q"), answer("words", tool_calls=[CALL])], "template_drops_turn"),
     "thought alone": (CHATML, [user("q"), answer("", reasoning_content="t")], "template_drops_thought"),
     "refused": ("{{ raise_exception('no') }}", TWO, "template_error: no"),
@@ -405,6 +409,9 @@ UNSEEN: dict[str, tuple[str, list[dict[str, Any]], set[str]]] = {
     "blank": (NO_SYSTEM, [{"role": "system", "content": " "}, *TWO], set()),
     "thoughts in the words": (SPLIT, [user("q"), answer("<think>t</think>\n\na")], {"a part of the content"}),
     "trimmed": (SPLIT, [user("q"), answer("\n a b \n")], set()),
+    "cut": (CHATML.replace("m.content", "m.content[:5]"), [user("q"), answer("one two")], {"a part of the content"}),
+    "replaced": (CHATML.replace("m.content", "m.content | replace('a', 'o')"), [user("q"), answer("a b a")], set()),
+    "indented": (CHATML.replace("m.content", "m.content | indent(2)"), [user("q"), answer("a\nb\nc")], set()),
 }
 
 
