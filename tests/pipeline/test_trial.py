@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,22 @@ def test_fifty_unusable_documents_end_a_job_and_the_corrected_input_completes_it
     assert result.manifest.complete
     assert result.manifest.documents == 60
     assert verify(tmp_path / "cache").returncode == 0
+
+
+def test_fifty_unusable_documents_in_front_end_the_command_within_a_minute_and_leave_nothing(job_file, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": f"bad{i}", "text": i} for i in range(50)] + documents(300))
+    job = job_file(tmp_path / "cache", [path])
+    began = time.monotonic()
+    result = pipeline("run", job)
+    assert time.monotonic() - began < 60
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "the first 50 documents are left out: wrong_type 50 (first: text is int, expected a string)" in line
+    assert not everything(tmp_path / "cache")
+    write_jsonl(path, documents(300))
+    assert pipeline("run", job).returncode == 0
+    manifest = teachercache.open(str(tmp_path / "cache")).manifest
+    assert (manifest.complete, manifest.documents) == (True, 300)
 
 
 def test_the_trial_goes_on_to_later_shards_and_each_source_has_one(job_file, tmp_path):
