@@ -5,8 +5,8 @@
 CACHE_URL is any cache with K = 100; `make demo` leaves one in build/demo/s3/teachercache-demo/smollm2-135m. Every variant
 writes the same records, all columns counted, footer included. The large vocabulary is the same rows with their ids
 mapped one-to-one at random into 262,144: no locality of ids is left, so it is the worst case for such a teacher.
-`--sampled` is a sampled cache (`benchmarks/parity.py` leaves one of 100 entries in OUT/models/cache/sampled-100): both
-layouts of its rows and of rows of 24 and 12 entries that are thinned from it.
+`--sampled` is a sampled cache (of a job with `rows: {kind: sampled, entries: 100}`, or what `benchmarks/parity.py` leaves
+in OUT/models/cache/sampled-100): both layouts of its rows and of rows of 24 and 12 entries that are thinned from it.
 Decoding is timed in process CPU seconds on one thread, from local disk to numpy arrays, best of three.
 Results: benchmarks/results/encodings.json.
 """
@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import platform
 import sys
 import tempfile
@@ -237,6 +238,7 @@ def main() -> None:
     line.add_argument("--quick", action="store_true", help="only the two layouts as shipped")
     line.add_argument("--sampled", help="a sampled cache of the same teacher: its bytes a row too")
     args = line.parse_args()
+    load_before = round(os.getloadavg()[0], 1)
     cache = teachercache.open(args.url)
     spec = cache.spec
     plain = (dataclasses.replace(r, split="train", source="all", meta={}) for r in cache.records())
@@ -252,6 +254,7 @@ def main() -> None:
             "records": len(records),
             "top_k": spec.top_k,
             "machine": f"{platform.machine()}, {platform.processor() or 'CPU'}, pyarrow {pa.__version__}, numpy {np.__version__}",
+            "load_before": load_before,
             "taken": time.strftime("%Y-%m-%d"),
             "real": study(spec, records, Path(name), args.quick),
             "large_vocabulary": study(large, remapped, Path(name), True),

@@ -177,7 +177,8 @@ def storage() -> str:
     lines = Lines()
     for name in ("encodings.json", "encodings_gemma3_270m.json"):
         result = load(name)
-        real, where = result["real"], (result["machine"], result["taken"])
+        where = (f"{result['machine']}, load average {result['load_before']:.0f}", result["taken"])
+        real = result["real"]
         for codec in ("open", "compact"):
             variant = real["variants"][f"{codec} (as shipped)"]
             figure = f"{variant['bytes_per_row']:.0f} bytes a row, {variant['decode_rows_per_s']:,} rows/s decoded"
