@@ -16,7 +16,7 @@ One teacher, one student cut from it (every second layer), one seed, one sequenc
   sampled/N                                                   a sampled cache of N entries a row
   thin/N                                                      one of N entries, thinned from the sampled cache of 100
   …/x4                                                        a quarter of the documents, each seen four times
-  …/seed1                                                     another order of the documents: how large chance is
+  …/seedN                                                     another order of the documents: how large chance is
 Each student is then measured on held-out documents against the live teacher: full-vocabulary KL, K+1 KL, top-1
 agreement, perplexity, calibration. Training losses of different losses are not comparable; these figures are.
 
@@ -31,6 +31,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import statistics
 import subprocess
 import sys
 import time
@@ -315,13 +317,14 @@ def train(
 def live_run(name: str) -> str:
     """Return the run of the live teacher on the same documents in the same order."""
     last = name.rsplit("/", 1)[-1]
-    return f"online/{last}" if last in ("x4", "seed1") else "online"
+    return f"online/{last}" if re.fullmatch(r"x4|seed\d+", last) else "online"
 
 
 def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the claims in numbers: methods against each other, students of the cache against the live teacher's."""
     by_run = {result["run"]: result for result in results}
     claims: dict[str, Any] = {}
+    orders: dict[str, list[float]] = {}
     for other in ("forward_chunked", "fused"):
         if {"dense/bucket", f"{other}/bucket"} <= by_run.keys():
             base, theirs = (np.array(by_run[f"{method}/bucket"]["curve"]) for method in ("dense", other))
@@ -334,6 +337,11 @@ def verdict(results: list[dict[str, Any]]) -> dict[str, Any]:
         if live is not None and live is not result:
             ratio = result["heldout_kl_full_vocabulary"] / live["heldout_kl_full_vocabulary"]
             claims[f"held-out full-vocabulary KL over online's: {name}"] = ratio
+            orders.setdefault(re.sub(r"/seed\d+$", "", name), []).append(ratio)
+    for name, ratios in orders.items():
+        if len(ratios) > 1:
+            claims[f"mean over {len(ratios)} orders of the documents: {name}"] = statistics.mean(ratios)
+            claims[f"its standard error: {name}"] = statistics.stdev(ratios) / math.sqrt(len(ratios))
     for name, result in by_run.items():
         if "cache_alone_kl" in result:
             gap = result["cache_alone_kl"] - result["heldout_kl_full_vocabulary"]

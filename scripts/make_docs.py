@@ -85,7 +85,7 @@ def parity_rows() -> str:
     sizes, rows = report["bytes_per_row"], []
     for name, result in results.items():
         order = name.rsplit("/", 1)[-1]
-        live = results.get(f"online/{order}" if order in ("x4", "seed1") else "online")
+        live = results.get(f"online/{order}" if re.fullmatch(r"x4|seed\d+", order) else "online")
         kl, kind, *rest = result["heldout_kl_full_vocabulary"], *name.split("/")
         entries = next((part[1:] for part in rest if part.startswith("K")), str(report["top_k"]))
         label = f"{kind}-{rest[0]}" if kind in ("sampled", "thin") else f"top-{entries}"

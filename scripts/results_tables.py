@@ -83,17 +83,20 @@ def step() -> str:
         tile = f", MLP tiles of {case['mlp_tile']:,}" if case["mlp_tile"] else ""
         figure = f"{row['seconds']:.2f} s, {row['memory_gib']:.0f} GiB, {row['tflops']:.0f} TFLOP/s"
         lines.add(f"{case['tokens']:,} tokens, checkpointing `{case['policy']}`{tile}", figure, where, command)
-    stream = load("stream_h200.json")
-    names = {"full": "documents that fill the sequence", "mixed": "documents of log-normal length"}
-    for name, case in stream["cases"].items():
-        what = f"32,768 tokens, rows decoded from an S3 server during training, {names[name.split(':')[0]]}"
+    for file, name, what, options in (
+        ("stream", "full:none", "an S3 server, documents that fill the sequence", "--cache s3://bucket/synthetic"),
+        (
+            "stream_lengths",
+            "mixed:none",
+            "a disk, documents of log-normal length",
+            "--cache FOLDER --cases mixed:none:4",
+        ),
+    ):
+        stream = load(f"{file}_h200.json")
+        case, where = stream["cases"][name], gpu_machine(stream["machine"])
         figure = f"{case['tflops']:.0f} TFLOP/s, data wait {case['data_wait']:.2%} of the step"
-        lines.add(
-            what,
-            figure,
-            gpu_machine(stream["machine"]),
-            "python benchmarks/stream_h200.py --cache s3://bucket/synthetic",
-        )
+        what = f"32,768 tokens, rows decoded during training from {what}"
+        lines.add(what, figure, where, f"python benchmarks/stream_h200.py {options}")
     attention = load("attention_h200.json")
     rates = {(row["path"], row["layout"]): row["both_tflops"] for row in attention["rows"]}
     plain, where = rates["plain causal, SDPA", "one document"], gpu_machine(attention["machine"])
@@ -225,10 +228,10 @@ def quality() -> str:
     results, where = {result["run"]: result for result in report["results"]}, gpu_machine(report["machine"])
     for entries in (100, 24, 12):
         figures = []
-        for order in ("", "/seed1"):
+        for order in [name.removeprefix("online") for name in results if re.fullmatch(r"online(/seed\d+)?", name)]:
             kl, live = (results[run + order]["heldout_kl_full_vocabulary"] for run in (f"sampled/{entries}", "online"))
             figures.append(f"{kl:.4f} ({kl / live - 1:+.1%})")
-        what = f"student of a sampled cache, {entries} entries, two orders of the documents"
+        what = f"student of a sampled cache, {entries} entries, {len(figures)} orders of the documents"
         command = "python benchmarks/parity.py --teacher build/models/smollm2-135m --out OUT --group 1"
         lines.add(what, f"full-vocabulary KL {' and '.join(figures)}", where, command)
     return lines.markdown()
