@@ -21,6 +21,7 @@ from teachercache.store.store import sha256_file
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "consolidated*.pth")
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*/*.jinja")  # what else is read
+SETTINGS = ("config.json", "generation_config.json", "adapter_config.json")
 MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _AGAIN = "a download that was interrupted leaves such a folder: download it again."
@@ -51,10 +52,11 @@ def check_model_files(folder: Path) -> None:
     """Raise UsageError, by its name, for a file of a model's folder that is not whole.
 
     Found are pointers of Git LFS in place of files, shards that an index or a shard's own number names and that are not
-    there, and safetensors that are cut short. Reads the first bytes of each file, no weights.
+    there, and settings, tokenizer's files and safetensors that are cut short. Reads no weights.
     """
     used = _used_index(folder)
-    for path in sorted({path for pattern in (*WEIGHT_PATTERNS, *MODEL_FILES) for path in folder.glob(pattern)}):
+    patterns = (*WEIGHT_PATTERNS, *MODEL_FILES, *TOKENIZER_FILES)
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         if path.is_dir():
             continue
         _refuse_pointer(path)
@@ -72,6 +74,8 @@ def check_model_files(folder: Path) -> None:
                     raise UsageError(f"{folder} lacks {name}, the {number}. of {int(shard[3])} shards; {_AGAIN}")
         if path.suffix == ".safetensors":
             _check_safetensors(path)
+        elif path.suffix == ".json" and path.name in (*SETTINGS, *TOKENIZER_FILES):
+            _read_json(folder, path.name)
 
 
 def _used_index(folder: Path) -> str | None:
@@ -303,7 +307,7 @@ def _read_json(folder: Path, name: str, *, missing_ok: bool = False) -> dict[str
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from error
+        raise UsageError(f"{path} is not valid JSON: {error}; {_AGAIN}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path} must hold a JSON object, found {type(value).__name__}.")
     return value

@@ -127,7 +127,9 @@ def test_a_whole_folder_passes_in_each_of_its_forms(teacher):
     check_model_files(teacher)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "config.json", "merges.txt", "adapter_model.safetensors"]
+)
 def test_a_pointer_of_git_lfs_is_refused_by_name(teacher, name):
     (teacher / name).write_text(POINTER)
     for check in (check_model_files, fingerprint_weights):
@@ -136,6 +138,15 @@ def test_a_pointer_of_git_lfs_is_refused_by_name(teacher, name):
     if name == "tokenizer.json":
         with pytest.raises(UsageError, match="pointer of Git LFS"):
             fingerprint_tokenizer(teacher)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", '{"model_type": "ll', "[]"])
+def test_settings_that_are_cut_short_are_refused_by_name(teacher, name, content):
+    (teacher / name).write_text(content)
+    for check in (check_model_files, fingerprint_weights):
+        with pytest.raises(UsageError, match=rf"{name} (is not valid JSON.*download it again|must hold)"):
+            check(teacher)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 40, 200, -1])
