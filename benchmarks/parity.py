@@ -362,8 +362,14 @@ def write(report: dict[str, Any], out: Path) -> None:
     (out / "parity.json").write_text(text + "\n", encoding="utf-8")
 
 
-def merge(paths: list[Path], out: Path) -> None:
-    """Write runs of one setting that were taken by several commands as one report."""
+def print_claims(report: dict[str, Any]) -> None:
+    """Print the claims, a line each."""
+    for claim, value in report["claims"].items():
+        print(f"{claim}: {value:.5g}")
+
+
+def merge(paths: list[Path], out: Path) -> dict[str, Any]:
+    """Write runs of one setting that were taken by several commands as one report, and return it."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     order = [*ALL_RUNS, *GROUPS[1].split(), *GROUPS[2].split()]
     reports = [one for one in reports if one["results"] or one["bytes_per_row"]]
@@ -374,7 +380,9 @@ def merge(paths: list[Path], out: Path) -> None:
     sizes = {name: size for one in reports for name, size in one.get("bytes_per_row", {}).items()}
     results = [result for one in reports for result in one["results"]]
     results.sort(key=lambda result: order.index(result["run"]) if result["run"] in order else len(order))
-    write(begun[0] | {"bytes_per_row": sizes, "results": results}, out)
+    report = begun[0] | {"bytes_per_row": sizes, "results": results}
+    write(report, out)
+    return report
 
 
 def tiny_teacher(out: Path) -> Path:
@@ -425,7 +433,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.merge:
-        merge([Path(path) for path in arguments.merge.split(",")], arguments.out)
+        print_claims(merge([Path(path) for path in arguments.merge.split(",")], arguments.out))
         return
     models = arguments.models or arguments.out / "models"
     if arguments.tiny:
@@ -463,12 +471,10 @@ def main() -> None:
         del teacher
         write(report, arguments.out)
         reports = in_parallel(runs, arguments, models)
-        merge([*reports, arguments.out / "parity.json"], arguments.out)
-        report = json.loads((arguments.out / "parity.json").read_text(encoding="utf-8"))
+        report = merge([*reports, arguments.out / "parity.json"], arguments.out)
     else:
         train_all(runs, caches, report, student_folder, teacher, arguments)
-    for claim, value in report["claims"].items():
-        print(f"{claim}: {value:.5g}")
+    print_claims(report)
     print(f"{len(report['results'])} of {len(runs)} runs, {time.monotonic() - started:.0f} s", flush=True)
     if len(report["results"]) < len(runs):
         raise SystemExit(1)
