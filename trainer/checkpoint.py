@@ -20,10 +20,11 @@ import shutil
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,6 +61,8 @@ class CheckpointEntry(BaseModel):
     folder: str
     files: dict[str, int]
     heldout_kl: float | None = None
+    heldout_kl_of: dict[str, float] = {}
+    """Of a run over several caches: that of each, by its name."""
 
 
 class CheckpointIndex(BaseModel):
@@ -120,7 +123,15 @@ class CheckpointFolder:
                 check_name(name, f"{self.url}/{INDEX}")
         return index.model_copy(update={"checkpoints": sorted(index.checkpoints, key=lambda entry: entry.step)})
 
-    def save(self, step: int, write: Callable[[Path], None], *, heldout_kl: float | None, keep_last: int) -> None:
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        heldout_kl: float | None,
+        keep_last: int,
+        heldout_kl_of: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Let `write` fill an empty local folder, store it as the newest checkpoint, and drop the ones not kept.
 
         The `keep_last` newest are kept, and the one with the lowest held-out KL. Does nothing where `step` is stored.
@@ -133,7 +144,9 @@ class CheckpointFolder:
             files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
             folder = f"step-{step:08d}" if self.local else f"step-{step:08d}-{uuid.uuid4().hex[:8]}"
             self._store(staging, folder)
-        entry = CheckpointEntry(step=step, folder=folder, files=files, heldout_kl=heldout_kl)
+        entry = CheckpointEntry(
+            step=step, folder=folder, files=files, heldout_kl=heldout_kl, heldout_kl_of=dict(heldout_kl_of)
+        )
         index = CheckpointIndex(checkpoints=sorted([*index.checkpoints, entry], key=lambda entry: entry.step))
         kept = index.checkpoints[-keep_last:]
         if index.best is not None and index.best not in kept:

@@ -227,8 +227,8 @@ def evaluate_caches(
 ) -> dict[str, Any]:
     """Evaluate on one split of each of a run's caches, whose `only` says which sequences.
 
-    Of several, each figure's name ends in the cache's, as in `heldout_kl/web`. `heldout_kl` is then their mean by weight:
-    comparable between students of the same mixture.
+    Of `data.caches`, each figure's name ends in the cache's, as in `heldout_kl/web`. `heldout_kl` is then their mean by
+    weight: comparable between students of the same mixture.
     """
     results = []
     for cache in caches:
@@ -242,9 +242,9 @@ def evaluate_caches(
                 teacher=teacher,
             )
         )
-    if len(results) == 1:
-        return results[0]
     entries = config.caches
+    if not entries[0].suffix:
+        return results[0]
     found = {f"{k}{entry.suffix}": v for entry, each in zip(entries, results, strict=True) for k, v in each.items()}
     mean = sum(entry.weight * each["heldout_kl"] for entry, each in zip(entries, results, strict=True))
     return {

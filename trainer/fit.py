@@ -227,7 +227,7 @@ class _Run:
             if (
                 config.eval.every_steps
                 and not self._ended(stop)
-                and parallel.first(self.checkpoints.heldout_kl) is None
+                and parallel.first(self.checkpoints.heldout_kl)[0] is None
             ):
                 self._evaluate(log, screen, stop)
             self._save(log)
@@ -295,7 +295,8 @@ class _Run:
                 f"top-1 agreement {found['top1_agreement']:.1%}, perplexity {found['perplexity']:,.2f} "
                 f"({found['rows']:,} rows)"
             )
-        self.checkpoints.evaluated = (step, result["heldout_kl"])
+        each = {entry.name: result[f"heldout_kl{entry.suffix}"] for entry in config.caches if entry.name}
+        self.checkpoints.evaluated = (step, result["heldout_kl"], each)
 
     def _opening(self) -> list[str]:
         """Return what to say before the first step."""

@@ -25,13 +25,13 @@ RUN_ID = "run_id"
 def register(config: TrainerConfig, caches: Sequence[Cache], folder: CheckpointFolder, summary: dict[str, Any]) -> None:
     """Create the run's entry in the `runs/` of each cache, unless it is there; needs the right to create below it.
 
-    The entry says what the summary says; of several caches it has no held-out KL, since the summary's is of all of them.
+    The entry says what the summary says; of several caches each entry has the held-out KL to that cache.
     Of a student that is no Hub id it has the last part of the name alone: paths, hosts and users stay here.
     """
     run = folder.kept_id(RUN_ID) or uuid.uuid4().hex
     folder.put(RUN_ID, run.encode())
     name = config.student if hub.is_hub_id(config.student) else PurePosixPath(config.student.rstrip("/")).name
-    for cache in caches:
+    for part, cache in zip(config.caches, caches, strict=True):
         entry = Run(
             spec_digest=cache.spec.digest,
             run=run,
@@ -40,7 +40,7 @@ def register(config: TrainerConfig, caches: Sequence[Cache], folder: CheckpointF
             parameters=summary["parameters"],
             steps=summary["steps"],
             rows=summary["rows"],
-            heldout_kl=summary.get("heldout_kl") if len(caches) == 1 else None,
+            heldout_kl=summary.get(f"heldout_kl{part.suffix}"),
             created=utc_now(),
         )
         path = layout.run_path(run, entry.steps)

@@ -159,8 +159,8 @@ class Checkpointer:
         self._student, self._trust = config.student, config.trust_remote_code
         read = [{"manifest": cache.manifest.number, "spec_digest": cache.spec.digest} for cache in caches]
         self._run = {"caches": read, "models": models, "config": config.model_dump(mode="json")}
-        self.evaluated: tuple[int, float] | None = None
-        """Step and held-out KL of the last evaluation in this process."""
+        self.evaluated: tuple[int, float, dict[str, float]] | None = None
+        """Step and held-out KL of the last evaluation in this process, and of several caches that of each by its name."""
 
     def restore(self, source: Path) -> None:
         """Load the optimiser's and the random generators' state of a checkpoint.
@@ -206,19 +206,23 @@ class Checkpointer:
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameters[index].shape:
                     raise ValueError(f"{key} of parameter {index} has shape {tuple(value.shape)}")
 
-    def heldout_kl(self) -> float | None:
-        """Return what this step's evaluation found, in this process or in the one that saved its checkpoint."""
+    def heldout_kl(self) -> tuple[float | None, dict[str, float]]:
+        """Return what this step's evaluation found, in this process or in the one that saved its checkpoint.
+
+        Of several caches, the second part has that of each by its name.
+        """
         step = self.progress.step
         if self.evaluated and self.evaluated[0] == step:
-            return self.evaluated[1]
-        saved = [entry.heldout_kl for entry in self.folder.index().checkpoints if entry.step == step]
-        return saved[0] if saved else None
+            return self.evaluated[1:]
+        saved = [entry for entry in self.folder.index().checkpoints if entry.step == step]
+        return (saved[0].heldout_kl, saved[0].heldout_kl_of) if saved else (None, {})
 
     def save(self) -> None:
         """Write this step's checkpoint, unless it exists; all ranks call it."""
 
         def save(write: Callable[[Path], None]) -> None:
-            self.folder.save(self.progress.step, write, heldout_kl=self.heldout_kl(), keep_last=self._keep_last)
+            whole, each = self.heldout_kl()
+            self.folder.save(self.progress.step, write, heldout_kl=whole, keep_last=self._keep_last, heldout_kl_of=each)
 
         parallel.with_all(save, self._write)
         self._reseed()
@@ -248,6 +252,8 @@ class Checkpointer:
         index, progress, url = self.folder.index(), self.progress, self.folder.url
         latest, best = index.latest, index.best
         measured: dict[str, Any] = {"heldout_kl": latest.heldout_kl} if latest and best else {}
+        if latest:
+            measured |= {f"heldout_kl/{name}": kl for name, kl in latest.heldout_kl_of.items()}
         if best:
             measured["best"] = f"step {best.step}: {best.heldout_kl:.4f} nats, {url}/{best.folder}"
         return {

@@ -82,6 +82,19 @@ def test_a_run_over_both_kinds_resumes_bit_for_bit_and_says_how_each_does(
     assert [part["manifest"] for part in state["data"]["caches"]] == digests
 
 
+def test_a_list_of_one_cache_is_measured_and_registered_under_its_name(
+    settings: dict[str, Any], cache_url: str, tmp_path: Path
+) -> None:
+    cache = shutil.copytree(cache_url, tmp_path / "own")
+    data = settings["data"] | {"caches": [{"url": str(cache), "weight": 2, "name": "web"}]}
+    training = settings["train"] | {"max_steps": 2, "register": True}
+    config = runs.write_config(tmp_path / "one.yaml", **(settings | {"data": data, "train": training}))
+    summary = runs.fit_here(config, "eval.every_steps=2")
+    (found,) = runs.metrics(tmp_path / "run", "eval")
+    (entry,), _ = Ledger.open(cache).runs()
+    assert entry.heldout_kl == summary["heldout_kl"] == found["heldout_kl"] == found["heldout_kl/web"]
+
+
 def test_the_gradient_of_mixed_sequences_is_that_of_their_rows(
     cache_url: str, sampled_url: str, settings: dict[str, Any], student: Path
 ) -> None:
@@ -177,13 +190,17 @@ def test_a_run_takes_the_mean_of_two_teachers(
     summary = runs.fit_here(config, "eval.every_steps=4", "train.register=true")
     assert "combine: the mean of 2 teachers' rows for 20 records" in capsys.readouterr().err
     assert summary["data"]["not_in_all"] == 0
-    for url in urls:
-        (entry,), _ = Ledger.open(url).runs()
-        assert (entry.steps, entry.heldout_kl) == (4, None)  # the summary's is of both caches
     log = runs.metrics(tmp_path / "run")
     assert all("loss" in line and not any(key.startswith("loss/") for key in line) for line in log)
     (found,) = runs.metrics(tmp_path / "run", "eval")
     assert found["heldout_kl"] == pytest.approx(0.75 * found["heldout_kl/one"] + 0.25 * found["heldout_kl/two"])
+    (tmp_path / "run/summary.json").unlink()  # as if it was killed when its last checkpoint was saved
+    index = tmp_path / "run/checkpoints.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"finished": False}))
+    assert runs.fit_here(config, "eval.every_steps=4", "train.register=true") == summary
+    for url, name in zip(urls, ("one", "two"), strict=True):
+        (entry,), _ = Ledger.open(url).runs()
+        assert (entry.steps, entry.heldout_kl) == (4, found[f"heldout_kl/{name}"])
     again = [f"output={tmp_path / 'again'}"]
     runs.fit_here(config, *again, "train.max_steps=3", "eval={}")
     with pytest.raises(UsageError, match=r"started with data\.combine = mean, found None"):
