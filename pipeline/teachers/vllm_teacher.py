@@ -21,7 +21,7 @@ import numpy as np
 
 from pipeline.config import GenerateConfig, TeacherConfig
 from pipeline.errors import EngineDied, RowsInvalid
-from pipeline.teachers import raw_tensors, worker_rows
+from pipeline.teachers import orphans, raw_tensors, worker_rows
 from pipeline.teachers.base import (
     Columns,
     Generated,
@@ -86,6 +86,7 @@ class VllmTeacher(Teacher):
         fast = config.fast_path != "off" and reason is None
         if fast:
             raw_tensors.install()
+        orphans.announce()
         try:
             self._arguments = engine_arguments(config, model_path, self._asked + worker_rows.EXTRA)
             self.llm: Any = LLM(**self._arguments)
@@ -286,9 +287,8 @@ def engine_arguments(config: TeacherConfig, model_path: str, max_logprobs: int) 
     }
     if config.tensor_parallel > 1:  # inside a Ray actor vLLM would otherwise ask Ray for placement groups
         arguments.setdefault("distributed_executor_backend", "mp")
-    if config.fast_path != "off":
-        arguments["worker_extension_cls"] = worker_rows.QUALIFIED_NAME
     arguments.update(
+        worker_extension_cls=worker_rows.QUALIFIED_NAME,
         model=model_path,
         dtype=config.dtype,
         max_model_len=config.max_model_len + 1,  # the worker's rows need one token behind the input

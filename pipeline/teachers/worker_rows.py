@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from pipeline.teachers import orphans
 from teachercache.format.spec import Rows
 
 QUALIFIED_NAME = "pipeline.teachers.worker_rows.RowsExtension"
@@ -52,6 +53,11 @@ def unsupported() -> str | None:
 
 class RowsExtension:
     """Methods that appear on vLLM's worker."""
+
+    def __new__(cls, *_args: Any, **_named: Any) -> RowsExtension:
+        """Make a worker that ends with the front end. vLLM makes its workers before they load a model."""
+        orphans.end_with_front_end()
+        return super().__new__(cls)
 
     def teachercache_install(self, rows: dict[str, Any], vocab_size: int, shards: bool = True) -> str:
         """Take `rows`, a dumped spec.rows, in this worker; return what is active, beginning with ACTIVE, else why nothing is.
