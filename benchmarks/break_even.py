@@ -117,7 +117,7 @@ def pair(report: dict[str, Any]) -> str:
         f"({cached['heldout_kl'] / online['heldout_kl'] - 1:+.1%})\n"
         f"- A step: {online['step_ms']:.0f} ms online, {cached['step_ms']:.0f} ms from the cache\n"
         f"- The cache's job took {cache['wall_seconds']:.0f} s, of which {cache['gpu_seconds']:.0f} s score tokens. The "
-        "rest starts the engine, whatever the size of the corpus\n"
+        "rest is start-up, which does not grow with the corpus\n"
     )
 
 

@@ -79,8 +79,8 @@ GROUPS = {
     # 1: what a row of each kind and size gives. 2: data seen four times, second orders, other mixes. The longest first.
     1: "online online/seed1 fused/bucket sampled/100 sampled/24 thin/24 sampled/12 sampled/50 fused/bucket/K10 "
     "fused/bucket/K50",
-    2: "online/x4 sampled/100/seed1 sampled/24/seed1 fused/bucket/seed1 fused/bucket/x4 sampled/100/x4 sampled/24/x4 "
-    "sampled/12/x4 fused/bucket/ce0.1 fused/bucket/ce0.3 fused/bucket/compact",
+    2: "online/x4 sampled/100/seed1 sampled/24/seed1 sampled/12/seed1 thin/24/seed1 fused/bucket/x4 sampled/100/x4 "
+    "sampled/24/x4 sampled/12/x4 fused/bucket/ce0.1 fused/bucket/ce0.3",
 }
 QUARTER = "quarter"
 """The source of every fourth training document; all others are of "rest"."""

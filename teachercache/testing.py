@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from teachercache.format.record import Float32Array, Record, content_key, row_uniforms, tail_from_logprobs
+from teachercache.format.record import (
+    Float32Array,
+    Record,
+    as_float16,
+    content_key,
+    row_uniforms,
+    tail_from_logprobs,
+)
 from teachercache.format.sampled import sample_row
 from teachercache.format.spec import CacheSpec, Rows, SampledRows, TeacherSpec, TokenizerSpec, TopKRows
 
@@ -57,7 +64,7 @@ def synthetic_record(
     stretch = vocab // k
     order = rng.permuted(np.broadcast_to(np.arange(k, dtype=np.int32), (n, k)), axis=1)
     ids = order * stretch + rng.integers(0, stretch, size=(n, k), dtype=np.int32)
-    target = np.where(rng.random(n) < 0.9, logprobs[:, 0], np.nan).astype(np.float16).astype(np.float32)
+    target = as_float16(np.where(rng.random(n) < 0.9, logprobs[:, 0], np.nan))
     mask = np.ones(n, dtype=bool)
     mask[-1] = False
     record = Record(
@@ -71,7 +78,7 @@ def synthetic_record(
         tail_logprob=tail_from_logprobs(logprobs),
         target_logprob=target,
         loss_mask=mask,
-        entropy=_entropy(logprobs, vocab).astype(np.float16).astype(np.float32),
+        entropy=as_float16(_entropy(logprobs, vocab)),
         meta={"licence": "CC0"},
     )
     if isinstance(spec.rows, SampledRows):
@@ -103,8 +110,8 @@ def _drawn_from(record: Record, spec: CacheSpec, rows: SampledRows) -> Record:
         row = sample_row(np.concatenate([record.topk_ids[i], rest]), p, k, rows.exact, float(u[i]))
         ids[i], weights[i], exact[i], tail[i] = row.ids[0], row.logprobs, row.exact, row.tail
         entropy[i] = -(p * np.log(p)).sum()
-    halves = entropy.astype(np.float16).astype(np.float32)
-    return replace(record, topk_ids=ids, topk_logprobs=weights, exact=exact, tail_logprob=tail, entropy=halves)
+    entropy = as_float16(entropy)
+    return replace(record, topk_ids=ids, topk_logprobs=weights, exact=exact, tail_logprob=tail, entropy=entropy)
 
 
 def synthetic_records(

@@ -395,9 +395,8 @@ class Spans:
         for place, text in content_parts(message).items():
             found = [self.text[w.start : w.stop] for w in words if w.kind == CONTENT and w.part == place]
             if text.strip() and not found:
-                if any(
-                    t in self.text for t in spelt(text.strip())
-                ):  # printed through %, format, or character by character
+                # printed through %, format, or character by character
+                if any(t in self.text for t in spelt(text.strip())):
                     raise Dropped("template_unclear", f"which text is the content of turn {index} is not certain")
                 raise Dropped("template_drops_turn", f"the template does not print the content of turn {index}")
             noted += sum(map(len, found))

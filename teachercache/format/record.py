@@ -115,6 +115,11 @@ def tail_from_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32A
     return floored
 
 
+def as_float16(values: npt.NDArray[np.floating[Any]]) -> Float32Array:
+    """Return float32 values rounded to the nearest float16 value; NaN stays NaN."""
+    return values.astype(np.float16).astype(np.float32)
+
+
 def round_logprobs(topk_logprobs: npt.NDArray[np.floating[Any]]) -> Float32Array:
     """Round [r, K] to float16 values held in float32: to the nearest, or downward where the nearest would add mass.
 

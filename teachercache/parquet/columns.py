@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from teachercache.format.record import Float32Array, is_unicode
+from teachercache.format.record import as_float16, is_unicode
 from teachercache.format.spec import Rows
 from teachercache.parquet import types
 from teachercache.parquet.block import ROW_DTYPES, Block
@@ -139,11 +139,6 @@ class Codec(ABC):
 def nested(values: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> pa.ListArray:
     """Make list<fixed_size_list<K>> [B] of values [R, K] and offsets [B+1]; no copy."""
     return ragged(pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]), offsets)
-
-
-def as_float16(values: np.ndarray[Any, Any]) -> Float32Array:
-    """Return float32 values rounded to the nearest float16 value; NaN stays NaN."""
-    return values.astype(np.float16).astype(np.float32)
 
 
 def nullable(values: np.ndarray[Any, Any]) -> pa.Array:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from teachercache.format.record import Float32Array, round_logprobs
+from teachercache.format.record import Float32Array, as_float16, round_logprobs
 from teachercache.parquet.block import Block
-from teachercache.parquet.columns import Codec, as_float16, nested
+from teachercache.parquet.columns import Codec, nested
 
 
 class OpenCodec(Codec):
