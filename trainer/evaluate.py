@@ -119,10 +119,11 @@ def evaluate(
     if sums["rows"] == 0:
         raise TeacherCacheError("nothing to evaluate: the split has no valid row")
     sampled = sums["drawn_rows"] > 0
+    error = _standard_error(sums) if sampled else None
     result: dict[str, Any] = {
         "heldout_kl": sums["kl"] / sums["rows"],
         "heldout_kl_kind": "full vocabulary (sampled rows)" if sampled else "K+1 outcomes (bucket)",
-        **({"heldout_kl_standard_error": _standard_error(sums)} if sampled else {}),
+        **({} if error is None else {"heldout_kl_standard_error": error}),
         "top1_agreement": sums["agree"] / sums["rows"],
         "perplexity": math.exp(min(sums["nll"] / max(sums["labelled"], 1), 700.0)),
         "ece": ((confidence - correct).abs().sum() / count.sum().clamp_min(1)).item(),
@@ -164,8 +165,8 @@ def _sampled_kl(logprobs: Tensor, rows: TeacherRows) -> dict[str, float]:
     """Return the sum over rows of -H(p) - sum p^ log q, and sums from which `_standard_error` has the draws' variance.
 
     A row's m drawn entries estimate the part of the tail by mass * mean(log q). Its variance is at most about
-    mass^2 * var(log q) / m, with the variance over the drawn entries; those of rows with one such entry are taken from
-    the others. Systematic draws are a little better than that.
+    mass^2 * var(log q) / m, with the variance over the drawn entries. For rows with one such entry it is pooled: within
+    other rows, and between such entries of different rows. Systematic draws are a little better than that.
     """
     assert rows.exact is not None
     estimate, constant = rows.estimate(torch.float64)
@@ -177,20 +178,29 @@ def _sampled_kl(logprobs: Tensor, rows: TeacherRows) -> dict[str, float]:
     mean = (q * drawn).sum(dim=1) / count.clamp_min(1)
     squares = ((q - mean[:, None]).square() * drawn).sum(dim=1)
     weight = rows.tail_logprob.double().exp().square() / count.clamp_min(1)
-    several = count > 1
+    several, single = count > 1, count == 1
     sums = {
         "kl": kl,
         "drawn_rows": torch.ones_like(kl),
         "variance": torch.where(several, weight * squares / (count - 1).clamp_min(1), 0.0),
         "squares": torch.where(several, squares, 0.0),
         "freedom": torch.where(several, count - 1, 0),
-        "single": torch.where(count == 1, weight, 0.0),
+        "single": torch.where(single, weight, 0.0),
+        "singles": single,
+        "single_q": torch.where(single, mean, 0.0),
+        "single_squares": torch.where(single, mean.square(), 0.0),
     }
     return {name: value.sum().item() for name, value in sums.items()}
 
 
-def _standard_error(sums: Mapping[str, float]) -> float:
-    pooled = sums["squares"] / max(sums["freedom"], 1.0)
+def _standard_error(sums: Mapping[str, float]) -> float | None:
+    """Return the standard error that the draws leave; None of a single drawn entry, which says nothing of the others."""
+    count = max(sums["singles"], 1.0)
+    between = max(sums["single_squares"] - sums["single_q"] ** 2 / count, 0.0)
+    freedom = sums["freedom"] + count - 1
+    if sums["single"] and not freedom:
+        return None
+    pooled = (sums["squares"] + between) / max(freedom, 1.0)
     return math.sqrt(sums["variance"] + pooled * sums["single"]) / sums["rows"]
 
 

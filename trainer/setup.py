@@ -144,14 +144,21 @@ def check_names(config: TrainerConfig, caches: Sequence[Cache]) -> None:
 
 def check_rows(config: TrainerConfig, spec: CacheSpec, cache: str = "the cache") -> None:
     """Raise UsageError where the loss cannot take the kind of rows of a cache."""
-    rows, loss, top_k = spec.rows, config.loss, config.data.top_k
-    if loss.method == "online":
-        return  # the teacher's rows are cut as the configuration says
+    rows, loss, top_k, vocab_size = spec.rows, config.loss, config.data.top_k, spec.tokenizer.vocab_size
+    if loss.method == "online":  # the teacher's rows are cut as the configuration says
+        key, entries = ("loss.rows.entries", loss.rows.entries) if loss.rows else ("data.top_k", top_k or 1)
+        if entries > vocab_size:
+            raise UsageError(f"{key} = {entries}, but the tokenizer of {cache} has {vocab_size} tokens: set it to less")
+        return
     sampled = isinstance(rows, SampledRows) and top_k is None
     if isinstance(rows, SampledRows) and top_k is not None and top_k > rows.exact:
         raise UsageError(
             f"data.top_k = {top_k}, but only {rows.exact} entries of a sampled row of {cache} are surely the most probable "
             f"ones (rows.exact); expected at most {rows.exact}, or no data.top_k and all {rows.entries} entries"
+        )
+    if top_k is not None and top_k > rows.entries:
+        raise UsageError(
+            f"data.top_k = {top_k}, but a row of {cache} has {rows.entries} entries: set it to less, or leave it out"
         )
     try:
         loss.for_head(None, 0.0).for_rows(sampled)

@@ -167,7 +167,7 @@ class Step:
             rows = self._live_rows(logits[:, : call["vocab_size"]], sequence)
         else:
             rows, top_k = sequence.teacher_rows(), self.config.data.top_k
-            rows = rows if top_k is None else rows.truncate(min(top_k, rows.top_k))
+            rows = rows if top_k is None else rows.truncate(top_k)
         total = torch.zeros((), device=self.device)
         for ce_weight, index, valid in self._shares(sequence):
             part, labels = (hidden, sequence.labels) if index is None else (hidden[index], sequence.labels[index])

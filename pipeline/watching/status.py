@@ -86,7 +86,8 @@ def show_status(console: Console, report: dict[str, Any], before: dict[str, Any]
     table = Table(title=report["url"], show_header=False)
     left = f"about {human(report['estimated_tokens_left'])} tokens left (estimate)"
     shards = f"{report['committed']} of {report['planned']} committed, {report['quarantined']} quarantined"
-    table.add_row("shards", f"{shards}; {'complete' if report['complete'] else left}")
+    said = f"{shards}; {'complete' if report['complete'] else left}"
+    table.add_row("shards", said if report["planned"] else f"{report['committed']} committed, none was planned")
     table.add_row("documents", human(report["documents"]))
     table.add_row("tokens, rows", f"{human(report['tokens'])}, {human(report['rows'])}")
     if report["reused_rows"]:

@@ -8,7 +8,8 @@ Top-K rows cannot be thinned: they do not say what the tail holds, and the first
 (data.top_k).
 
 The shards of the new cache have the ids of the old one's. So the same command again resumes, two processes race for one
-commit, and what was merged or taken out of the old cache replaces its shards in the new one.
+commit, and what was merged or taken out of the old cache replaces its shards in the new one. Where `optimize` rewrote
+the new cache too, its shards are not those of the old one any more, and such a change is refused.
 """
 
 from __future__ import annotations
@@ -69,29 +70,26 @@ def thin(
 
     exact   least number of exact entries; a quarter of `entries` by default
     codec   None keeps each shard's own
-    Raises UsageError for a top-K or an unfinished cache, and for numbers that are not below the cache's own;
-    SpecMismatch where `out` is another cache. Cost: about 50 microseconds a row, from 100 entries to 24.
+    Raises UsageError for a top-K or an unfinished cache, for numbers that are not below the cache's own, and where shards
+    of the cache were replaced that `optimize` merged in the new one; SpecMismatch where `out` is another cache.
+    Cost: about 50 microseconds a row, from 100 entries to 24.
     """
     spec = thinned_spec(cache, entries, exact)
     if codec is not None:
         get_codec(codec, spec.rows, spec.tokenizer.vocab_size)
     writer = create(out, spec, storage_options=storage_options)
     copy_tokenizer(cache, writer)
-    shards: dict[str, list[ManifestFile]] = {}
-    for entry in cache.manifest.files:
-        shards.setdefault(entry.shard_id, []).append(entry)
-    done, added = writer.committed(), 0
-    for number, (shard_id, files) in enumerate(sorted(shards.items()), 1):
-        if shard_id not in done:
-            writer.codec = codec or files[0].codec
-            added += writer.commit(
-                shard_id,
-                _thinned_records(cache, files, spec),
-                replaces=_replaced(cache, writer, shard_id),
-                provenance={"thin": {"manifest": cache.manifest.number, "spec_digest": cache.spec.digest}},
-            ).won
+    todo, added = _missing(cache, writer), 0
+    for number, (shard_id, files, replaces) in enumerate(todo, 1):
+        writer.codec = codec or (files[0].codec if files else writer.codec)
+        added += writer.commit(
+            shard_id,
+            _thinned_records(cache, files, spec),
+            replaces=replaces,
+            provenance={"thin": {"manifest": cache.manifest.number, "spec_digest": cache.spec.digest}},
+        ).won
         if progress:
-            progress(number, len(shards))
+            progress(number, len(todo))
     manifest = writer.publish(allow_repeated_content=cache.manifest.repeated_content > 0)
     before, after = (sum(entry.size for entry in m.files) for m in (cache.manifest, manifest))
     return Thinned(manifest=manifest, shards=added, rows=manifest.rows, bytes_before=before, bytes_after=after)
@@ -193,21 +191,42 @@ def thin_rows(
     return new_ids, new_logprobs, new_tail, kept
 
 
-def _replaced(cache: Cache, writer: CacheWriter, shard_id: str) -> list[str]:
-    """Return the live shards of the new cache that the old one has replaced by this shard, directly or in steps."""
-    replaced = cache.manifest.replaced
-    wanted = set()
-    for old in replaced:
-        winner = old
-        while winner in replaced:
-            winner = replaced[winner]
-        if winner == shard_id:
-            wanted.add(old)
-    if not wanted:
-        return []
-    commits, newest = writer.ledger.commits(), writer.ledger.newest_manifest()
-    live = live_commits(commits, resolve_replacements(commits, newest.replaced if newest else {}))
-    return sorted(wanted.intersection(commit.shard_id for commit in live))
+def _missing(cache: Cache, writer: CacheWriter) -> list[tuple[str, list[ManifestFile], list[str]]]:
+    """Return what the new cache lacks: shards of the old one, their files, and which shards of the new one each replaces.
+
+    A shard without files is one from which `optimize` took every document: it replaces others all the same.
+    """
+    merged, done = cache.manifest.replaced, writer.committed()
+    shards: dict[str, list[ManifestFile]] = {shard: [] for shard in merged.values() if shard not in merged}
+    for entry in cache.manifest.files:
+        shards.setdefault(entry.shard_id, []).append(entry)
+    before: dict[str, set[str]] = {shard: set() for shard in shards}  # shards of the new cache that it replaces
+    for old in merged.keys() & done:
+        before[_last(old, merged)].add(old)
+    missing = sorted(shards.keys() - done)
+    live: set[str] = set()
+    if any(before[shard] for shard in missing):
+        commits, newest = writer.ledger.commits(), writer.ledger.newest_manifest()
+        ours = resolve_replacements(commits, newest.replaced if newest else {})
+        live = {commit.shard_id for commit in live_commits(commits, ours)}
+        for shard in missing:
+            if rewritten := sorted(old for old in before[shard] if _last(old, ours) not in before[shard]):
+                raise UsageError(
+                    f"{writer.url} was rewritten by `optimize`: it has {_last(rewritten[0], ours)} in place of "
+                    f"{rewritten[0]}, so what {cache.url} merged or left out since cannot be taken over; thin into a new URL"
+                )
+    return [
+        (shard, shards[shard], sorted(before[shard] & live))
+        for shard in missing
+        if shards[shard] or before[shard] & live
+    ]
+
+
+def _last(shard_id: str, replaced: Mapping[str, str]) -> str:
+    """Return the shard that a shard was replaced by in the end; itself where it is live."""
+    while shard_id in replaced:
+        shard_id = replaced[shard_id]
+    return shard_id
 
 
 def copy_tokenizer(cache: Cache, writer: CacheWriter) -> None:

@@ -70,7 +70,7 @@ def export(
         if writer is not None:
             writer.close()
     paths = {split: [f"data/{split}/*.parquet"] for split in cache.splits}
-    columns = trainer_columns(format) if format else None
+    columns = trainer_columns(format, cache.spec.rows) if format else None
     (folder / "README.md").write_text(data_card(cache, {"default": paths}, columns=columns), encoding="utf-8")
     identity = json.dumps(cache.spec.model_dump(mode="json"), indent=2)
     (folder / "teacher.json").write_text(identity + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
 """The columns that other trainers read, one line for each record: what `export --format` writes.
 
 `labels` are Hugging Face's: the token itself where it must be learnt, else -100. A row lies at the position that predicts
-the next token, as in every record.
+the next token, as in every record. The entries of a sampled row are log-weights that sum to 1, as `row_weights` has them:
+a loss that is linear in them, forward KL at temperature 1, stays unbiased.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from teachercache.errors import UsageError
+from teachercache.format.sampled import row_weights
+from teachercache.format.spec import Rows
 from teachercache.parquet.block import Block
 
 NO_LABEL = -100
@@ -27,7 +30,7 @@ def axolotl(block: Block) -> pa.Table:
     axolotl's own preparation makes them; mask 0, id 0 and -1e9 where a row is missing or must not be learnt
     """
     kept, at = _rows(block)
-    values = block.topk_logprobs[kept].astype(np.float64)
+    values = _logprobs(block, kept)
     values -= np.logaddexp.reduce(values, axis=1, keepdims=True)
     return _table(
         block,
@@ -53,7 +56,7 @@ def distillkit(block: Block) -> pa.Table:
         block,
         labels=_labels(block, at),
         token_ids=_spread(block, at, block.topk_ids[kept], harmless[0]),
-        top_values=_spread(block, at, block.topk_logprobs[kept], harmless[1]),
+        top_values=_spread(block, at, _logprobs(block, kept).astype(np.float32), harmless[1]),
     )
 
 
@@ -81,9 +84,16 @@ def columns_of(name: str) -> Callable[[Block], pa.Table]:
     )
 
 
-def trainer_columns(name: str) -> str:
-    """Return what the data card says of a format's columns."""
-    return "One line for each record: " + inspect.cleandoc(columns_of(name).__doc__ or "").removeprefix("Return ")
+def trainer_columns(name: str, rows: Rows) -> str:
+    """Return what the data card says of a format's columns, filled from that kind of rows."""
+    said = "One line for each record: " + inspect.cleandoc(columns_of(name).__doc__ or "").removeprefix("Return ")
+    if rows.kind == "sampled" and name != "trl":
+        said += (
+            "\n\n**The rows are sampled, no top-K rows.** Their log-probabilities are log-weights on distinct ids, an unbiased "
+            "estimate of\nthe whole distribution for forward KL at temperature 1. Reverse KL, JSD and other temperatures are "
+            "biased."
+        )
+    return said
 
 
 def _rows(block: Block) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
@@ -91,6 +101,14 @@ def _rows(block: Block) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
     first = np.repeat(block.token_offsets[:-1], np.diff(block.row_offsets))
     kept = block.loss_mask.astype(bool)
     return kept, (first + block.row_pos)[kept]
+
+
+def _logprobs(block: Block, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Return the log-probabilities [R', K] of some rows; of sampled ones the log-weights, free of a codec's rounding."""
+    values = block.topk_logprobs[kept]
+    if block.exact is None:
+        return values.astype(np.float64)
+    return np.log(row_weights(values, block.tail_logprob[kept], block.exact[kept]))
 
 
 def _labels(block: Block, at: npt.NDArray[np.int64]) -> Array:

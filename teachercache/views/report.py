@@ -19,7 +19,7 @@ from teachercache.read.cache import Cache, incomplete_message, made_up_message
 from teachercache.store.ledger import Ledger
 from teachercache.views.page import Cell, Number, bars, code, facts, folded, page, section, table, tag, tiles
 from teachercache.views.plots import calibration, histogram
-from teachercache.views.show import TokenText, rows_in_words, summary
+from teachercache.views.show import TokenText, rows_in_words, shards_in_words, summary
 from teachercache.views.statistics import (
     CUTS,
     Sample,
@@ -302,15 +302,14 @@ def _students(ledger: Ledger) -> Element:
 
 
 def _left_out(data: dict[str, Any]) -> Element:
-    shards = data["shards"]
     counts = [(reason, n, f"{n:,}") for reason, n in sorted(data["drops"].items(), key=lambda item: -item[1])]
     return section(
         "Left out and repeated",
         bars(counts) if counts else tag("p", "No document was dropped."),
         tag(
             "p",
-            f"{shards['committed']:,} of {shards['planned']:,} planned shards are in it, {shards['quarantined']:,} are in "
-            f"quarantine. {data['repeated_content']:,} windows have the same content as one in another split.",
+            f"Shards: {shards_in_words(data)}. {data['repeated_content']:,} windows have the same content as one in another "
+            "split.",
             class_="note",
         ),
         id_="drops",

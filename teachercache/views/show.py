@@ -58,6 +58,16 @@ def rows_in_words(rows: Rows) -> str:
     return f"the {rows.entries} most probable tokens"
 
 
+def shards_in_words(data: dict[str, Any]) -> str:
+    """Return how many of a summary's shards are in the cache, as a phrase; one that a writer or `thin` made has no plan."""
+    shards = data["shards"]
+    if not shards["planned"]:
+        return f"{shards['committed']:,} committed, none was planned"
+    return (
+        f"{shards['committed']:,} of {shards['planned']:,} planned committed, {shards['quarantined']:,} in quarantine"
+    )
+
+
 def print_summary(cache: Cache, console: Console) -> None:
     """Print `summary` as two tables."""
     data, m, teacher, tokenizer = summary(cache), cache.manifest, cache.spec.teacher, cache.spec.tokenizer
@@ -72,7 +82,7 @@ def print_summary(cache: Cache, console: Console) -> None:
         "a row": rows_in_words(cache.spec.rows),
         "rows": f"{m.rows:,} in {m.documents:,} documents ({m.tokens:,} tokens)",
         "size": f"{data['bytes']:,} bytes, {data['bytes_per_row'] or 0} a row, codec {', '.join(data['codecs'])}",
-        "shards": f"{m.shards_committed} of {m.shards_planned} planned committed, {m.shards_quarantined} in quarantine",
+        "shards": shards_in_words(data),
         "drops": ", ".join(f"{reason} {count:,}" for reason, count in m.drops.items()) or "none",
     }.items():
         grid.add_row(Text(name, style="bold"), str(value))

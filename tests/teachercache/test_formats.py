@@ -61,6 +61,13 @@ def expected(name: str, record: teachercache.Record) -> dict[str, list]:
         labelled = position if name == "distillkit" else position + 1
         line["labels"][labelled] = record.input_ids[labelled]
         ids, logprobs = record.topk_ids[row].tolist(), record.topk_logprobs[row].tolist()
+        if record.exact is not None:  # docs/FORMAT.md: log tau = tail_logprob - log m; the exact ones have the rest
+            count, tail = int(record.exact[row]), float(record.tail_logprob[row])
+            mass = math.exp(tail) if count < k else 0.0
+            scale = (1 - mass) / sum(map(math.exp, logprobs[:count]))
+            logprobs = [v + math.log(scale) for v in logprobs[:count]] + [tail - math.log(max(k - count, 1))] * (
+                k - count
+            )
         if name == "axolotl":
             total = math.log(sum(map(math.exp, logprobs)))
             line["target_token_ids"][position] = ids
@@ -84,7 +91,24 @@ def test_datasets_reads_each_record_as_a_loop_makes_it(name, cache, tmp_path):
             assert line.keys() == wanted.keys()
             for column, values in wanted.items():
                 np.testing.assert_allclose(line[column], values, rtol=1e-6, atol=1e-6, err_msg=column)
-    assert "One line for each record: " in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "One line for each record: " in card
+    assert ("forward KL at temperature 1" in card) == (cache.spec.rows.kind == "sampled" and name != "trl")
+
+
+@pytest.mark.parametrize("codec", ["open", "compact"])
+def test_sampled_rows_are_written_with_weights_that_sum_to_one(codec, tmp_path):
+    """Those that are stored are rounded: they sum to 1 within 1.5 % only."""
+    spec = synthetic_spec(rows=KINDS["sampled"])
+    writer = teachercache.create(tmp_path / "cache", spec, codec=codec)
+    writer.commit("a", synthetic_records(spec, 30))
+    writer.publish()
+    for name, column in (("axolotl", "target_logprobs"), ("distillkit", "top_values")):
+        export(teachercache.open(tmp_path / "cache"), tmp_path / name, format=name)
+        read = datasets.load_dataset(str(tmp_path / name), cache_dir=str(tmp_path / "hf"), split="train")
+        sums = [sum(map(math.exp, row)) for line in read for row in line[column]]
+        assert all(total == pytest.approx(1, abs=1e-5) or total < 0.51 for total in sums)  # of no row: 0, or a half
+        assert sum(total > 0.6 for total in sums) > 500
 
 
 def test_a_format_that_is_not_written_is_refused_with_its_reason(cache, tmp_path):

@@ -16,6 +16,7 @@ from teachercache.testing import synthetic_records, synthetic_spec
 from teachercache.upkeep.optimize import optimize
 from teachercache.upkeep.thin import thin, thin_rows
 from teachercache.upkeep.verify import verify
+from teachercache.views.show import shards_in_words, summary
 from teachercache.write.writer import CacheWriter
 
 LARGE = SampledRows(entries=40, exact=10)
@@ -93,6 +94,7 @@ def test_a_thinned_cache_is_published_verified_and_keeps_everything_else(tmp_pat
     assert done.shards == 2
     assert new.spec.rows == SampledRows(entries=12, exact=3, thinned_from=old.spec.digest)
     assert verify(new.store, new.spec).problems == []
+    assert shards_in_words(summary(new)) == "2 committed, none was planned"
     for theirs, ours in zip(old.records(), new.records(), strict=True):
         assert ours.topk_ids.shape == (len(theirs.row_pos), 12)
         assert ours.content_key != theirs.content_key  # rows of another identity
@@ -130,6 +132,54 @@ def test_the_same_command_resumes_and_takes_over_what_changed(tmp_path: Path, mo
     second = {r.doc_id: r for r in teachercache.open(tmp_path / "new").records()}
     assert second.keys() == first.keys() - {"doc1-00001"}
     assert all(record.same_as(first[name]) for name, record in second.items())
+
+
+def test_a_shard_that_lost_all_its_documents_leaves_the_new_cache_too(tmp_path: Path) -> None:
+    old = make(tmp_path / "old")
+    thin(old, tmp_path / "new", entries=12)
+    gone = [f"doc1-{n:05d}" for n in range(3)]
+    optimize(CacheWriter(old.store, old.spec), without=gone, target_bytes=1)  # its shard has no file any more
+    again = thin(teachercache.open(tmp_path / "old"), tmp_path / "new", entries=12)
+    assert (again.shards, again.manifest.number) == (1, 2)
+    left = {record.doc_id for record in teachercache.open(tmp_path / "new").records()}
+    assert left == {record.doc_id for record in teachercache.open(tmp_path / "old").records()}
+    assert not left.intersection(gone)
+    assert thin(teachercache.open(tmp_path / "old"), tmp_path / "new", entries=12).shards == 0
+    thin(teachercache.open(tmp_path / "old"), tmp_path / "fresh", entries=12)
+    assert {record.doc_id for record in teachercache.open(tmp_path / "fresh").records()} == left
+
+
+def test_a_new_cache_that_was_rewritten_takes_what_was_added_and_refuses_what_was_replaced(tmp_path: Path) -> None:
+    old = make(tmp_path / "old")
+    writer = CacheWriter(old.store, old.spec)
+    small = thin(old, tmp_path / "new", entries=12)
+    new = teachercache.open(tmp_path / "new")
+    optimize(CacheWriter(new.store, new.spec), codec="compact")
+    assert thin(old, tmp_path / "new", entries=12).shards == 0
+    writer.commit("more", synthetic_records(old.spec, 3, seed=9, prefix="more"))
+    writer.publish()
+    added = thin(teachercache.open(tmp_path / "old"), tmp_path / "new", entries=12)
+    assert added.manifest.documents == small.manifest.documents + 3
+    optimize(writer, without=["doc1-00001"])
+    commits = sorted((tmp_path / "new/commits").iterdir())
+    with pytest.raises(UsageError, match=r"rewritten by `optimize`: it has opt-\w+ in place of .*thin into a new URL"):
+        thin(teachercache.open(tmp_path / "old"), tmp_path / "new", entries=12)
+    assert sorted((tmp_path / "new/commits").iterdir()) == commits
+
+
+def test_what_was_merged_again_and_again_is_taken_over(tmp_path: Path) -> None:
+    """Twice in the old cache between two calls, and once after a call that took the first merge over."""
+    old = make(tmp_path / "old", shards=4)
+    writer = CacheWriter(old.store, old.spec)
+    thin(old, tmp_path / "new", entries=12)
+    for gone in (["doc0-00000"], ["doc1-00000"]):
+        optimize(writer, without=gone)
+    assert thin(teachercache.open(tmp_path / "old"), tmp_path / "new", entries=12).shards == 1
+    optimize(writer, without=["doc2-00000"])
+    last = thin(teachercache.open(tmp_path / "old"), tmp_path / "new", entries=12)
+    found = {record.doc_id for record in teachercache.open(tmp_path / "new").records()}
+    assert found == {record.doc_id for record in teachercache.open(tmp_path / "old").records()}
+    assert (last.shards, len(found), verify(writer.store, writer.spec).problems) == (1, 9, [])
 
 
 def test_what_cannot_be_thinned_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from trainer.step import Step
 
 CPU = torch.device("cpu")
 ROWS = SampledRows(entries=12, exact=3)
+ONLINE = ["loss.method=online", "teacher=t"]
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +99,26 @@ def test_eval_estimates_the_full_divergence_without_a_teacher(
     assert itself["top1_agreement"] > 0.99
 
 
-def test_the_standard_error_is_that_of_the_draws(student: Path, teacher: Path) -> None:
-    """Over 60 draws of the same rows, the estimates spread as their standard error says, a little less."""
+@pytest.mark.parametrize(("entries", "exact"), [(12, 3), (2, 1), (8, 7)])
+def test_the_standard_error_is_that_of_the_draws(entries: int, exact: int) -> None:
+    """Over 60 draws of the same rows, the estimates spread as their standard error says, also of one drawn entry a row."""
     torch.manual_seed(0)
     from trainer.evaluate import _sampled_kl, _standard_error
 
     logits, q = torch.randn(40, 320) * 2, (torch.randn(40, 320) * 2).log_softmax(dim=1)
     found, errors = [], []
     for _ in range(60):
-        sums = _sampled_kl(q, sampled_rows(logits, 12, 3, torch.rand(40, dtype=torch.float64))) | {"rows": 40}
+        sums = _sampled_kl(q, sampled_rows(logits, entries, exact, torch.rand(40, dtype=torch.float64))) | {"rows": 40}
         found.append(sums["kl"] / 40)
-        errors.append(_standard_error(sums))
+        error = _standard_error(sums)
+        assert error is not None
+        errors.append(error)
     truth = (logits.softmax(1) * (logits.log_softmax(1) - q)).sum(1).mean()
     spread = float(np.std(found))
     assert abs(np.mean(found) - float(truth)) <= 4 * spread / 60**0.5
     assert 0.6 * np.mean(errors) <= spread <= 1.3 * np.mean(errors)
+    one = _sampled_kl(q[:1], sampled_rows(logits[:1], 2, 1, torch.rand(1, dtype=torch.float64))) | {"rows": 1}
+    assert _standard_error(one) is None
 
 
 def test_online_draws_sampled_rows_on_the_fly(sampled_cache: teachercache.Cache, student: Path, teacher: Path) -> None:
@@ -152,6 +158,16 @@ def test_online_draws_sampled_rows_on_the_fly(sampled_cache: teachercache.Cache,
         (ROWS, ["loss.temperature=2"], r"found divergence='forward' at temperature 2"),
         (ROWS, ["loss.tail=bucket"], "does not go with sampled rows"),
         (TopKRows(entries=100), ["loss.tail=sampled"], r"top-100 rows.*needs the unbiased rows.*kind: sampled"),
+        (TopKRows(entries=16), ["data.top_k=16"], None),
+        (TopKRows(entries=16), ["data.top_k=17"], "data.top_k = 17, but a row of the cache has 16 entries"),
+        (
+            ROWS,
+            [*ONLINE, "loss.rows={kind: sampled, entries: 1001}"],
+            "loss.rows.entries = 1001, but .* has 1000 tokens",
+        ),
+        (TopKRows(entries=16), [*ONLINE, "loss.rows={kind: top_k, entries: 1001}"], "loss.rows.entries = 1001, but"),
+        (TopKRows(entries=16), [*ONLINE, "data.top_k=1001"], "data.top_k = 1001, but the tokenizer"),
+        (TopKRows(entries=16), [*ONLINE, "data.top_k=100"], None),
         (TopKRows(entries=100), ["loss.divergence=jsd", "loss.temperature=2"], None),
     ],
 )
@@ -183,6 +199,13 @@ def test_rows_are_chosen_by_the_teachers_entropy(sampled_cache: teachercache.Cac
         counts = packed.counts_of(packed.state())
         assert counts.rows_left_out == len(entropies) - len(wanted)
         assert sum(len(s.input_ids) for s in found) == sum(len(s.input_ids) for s in everything)  # context stays
+    for options, reason in (
+        ({"entropy_above": 50.0}, f"of 40 documents 40 without a row to learn; data.rows left {len(entropies):,} rows"),
+        ({"weights": {"other": 1.0}}, "of 40 documents 40 left out by data.weights"),
+        ({"seq_len": 2, "long_documents": "drop"}, "of 40 documents 40 longer than data.seq_len"),
+    ):
+        with pytest.raises(TeacherCacheError, match=f"has nothing to train on: {reason}"):
+            list(PackedCache(sampled_cache, **({"seq_len": 128} | options)))  # type: ignore[arg-type]
     record = next(iter(sampled_cache.records()))
     unknown = replace(record, entropy=np.full_like(record.entropy, np.nan))
     with pytest.raises(TeacherCacheError, match=f"rows of document {record.doc_id} have none"):

@@ -161,16 +161,10 @@ class PackedCache(SharedOrder):
         """Yield every sequence of the order, those of others as None, each with the state after it."""
         number = 0
         while self.epochs is None or state["epoch"] < self.epochs:
-            produced = False
             for sequence, after in self._epoch(state, number, mine):
-                produced, state, number = True, after, number + 1
+                state, number = after, number + 1
                 yield sequence, after
             counts = self.counts_of(state)
-            if not produced and state["used"] == 0 and state["stream"] is None:
-                raise TeacherCacheError(
-                    f"split {self.split!r} of {self.cache.url} gave no sequence: "
-                    f"{counts.documents} documents, {counts.without_rows} without rows; it has {self.cache.splits}"
-                )
             state = self._fresh_state(epoch=state["epoch"] + 1, counts=counts)
 
     def _epoch(
@@ -187,7 +181,7 @@ class PackedCache(SharedOrder):
         anchor = {"stream": state["stream"], "counts": vars(counts).copy()}
         pool: list[_Pooled] = []
         used = block = 0
-        exhausted = False
+        before, exhausted = replace(counts), False
         try:
             while not exhausted:
                 seq_len = self._length_at(counts)
@@ -217,8 +211,27 @@ class PackedCache(SharedOrder):
                 if flush:
                     anchor = {"stream": stream.state(), "counts": vars(counts).copy()}
                     used = skip = 0
+            if state["stream"] is None and counts.sequences == before.sequences:
+                raise TeacherCacheError(self._nothing(before, counts))
         finally:
             stream.close()
+
+    def _nothing(self, before: DataCounts, counts: DataCounts) -> str:
+        """Return why an epoch had no row to train on."""
+        found = {name: value - getattr(before, name) for name, value in vars(counts).items()}
+        reasons = {
+            "not in all caches with the same tokens and rows": found["not_in_all"],
+            "longer than data.seq_len": found["dropped_documents"],
+            "without a row to learn": found["without_rows"],
+        }
+        if self.weights:
+            reasons["left out by data.weights"] = found["documents"] - sum(reasons.values())
+        said = ", ".join(f"{value:,} {reason}" for reason, value in reasons.items() if value > 0)
+        rows = f"; data.rows left {found['rows_left_out']:,} rows out" * bool(found["rows_left_out"])
+        return (
+            f"split {self.split!r} of {self.cache.url} has nothing to train on: "
+            f"of {found['documents']:,} documents {said or 'none'}{rows}"
+        )
 
     def _read_block(
         self, stream: RecordStream | MeanStream, pool: list[_Pooled], counts: DataCounts, seq_len: int, epoch: int

@@ -24,8 +24,8 @@ from teachercache.format.sampled import LOG_ZERO, row_weights
 from teachercache.format.spec import SampledRows
 from teachercache.read.stream import Place, RecordStream
 
-Key = tuple[str, int]
-"""The doc_id and window of a record."""
+Key = tuple[str, str, int]
+"""The source, doc_id and window of a record: what is unique in a split."""
 SAME = ("input_ids", "row_pos")
 """What records of the same document have in common, next to the key."""
 
@@ -34,8 +34,8 @@ class MeanCache(Cache):
     """The first of several sampled caches, with the weighted mean of the rows that all of them have of a document.
 
     splits, weights   of each cache; the weights need not sum to 1
-    Records are the same document where doc_id, window, input_ids and row_pos are equal; a row is learnt where every
-    cache says so. A document that is not in all caches is kept, with loss_mask false everywhere. These are rows to train
+    Records are the same document where source, doc_id, window, input_ids and row_pos are equal; a row is learnt where
+    every cache says so. A document that is not in all caches is kept, with loss_mask false everywhere. These are rows to train
     on: evaluate on each cache alone, since a mean row has no standard error and its KL is a mean of several.
 
     Cost: reads doc_id and window of every record, and holds about 300 bytes for each record of the other caches. Their
@@ -56,7 +56,7 @@ class MeanCache(Cache):
         if not self.in_all:
             raise UsageError(
                 f"data.combine=mean finds no document of {first.url} in all of {', '.join(c.url for c in caches[1:])}: "
-                "doc_id and window must be equal, as those of one corpus and recipe are"
+                "source, doc_id and window must be equal, as those of one corpus and recipe are"
             )
 
     def describe(self) -> str:
@@ -85,7 +85,7 @@ class MeanCache(Cache):
 
     def others_of(self, record: Record) -> list[Place] | None:
         """Return where the other caches have a record; None where one of them does not."""
-        places = [each.get((record.doc_id, record.window)) for each in self._places]
+        places = [each.get(key_of(record)) for each in self._places]
         found = [place for place in places if place is not None]
         return found if len(found) == len(places) else None
 
@@ -217,4 +217,9 @@ def mean_rows(records: Sequence[Record], shares: Sequence[float]) -> dict[str, A
 def _keys(cache: Cache, split: str) -> Iterator[tuple[Key, Place]]:
     with cache.stream(split=split, shuffle=False, repeat=False, columns={"doc_id", "window"}) as stream:
         for record in stream:
-            yield (record.doc_id, record.window), stream.place
+            yield key_of(record), stream.place
+
+
+def key_of(record: Record) -> Key:
+    """Return what names a record in its split."""
+    return record.source, record.doc_id, record.window

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import teachercache
-from teachercache.errors import UsageError
+from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.format.sampled import sample_row
 from teachercache.format.spec import SampledRows
 from tests.trainer import tiny
@@ -152,6 +152,35 @@ def test_the_loss_of_mean_rows_is_the_mean_of_the_teachers_divergences(twins: Tw
     errors = np.concatenate(differences)
     assert errors.std() > 0.05
     assert abs(errors.mean()) < 4 * errors.std() / len(errors) ** 0.5
+
+
+def test_ids_that_two_sources_share_are_documents_of_each(teacher: Path, twins: Twins, tmp_path: Path) -> None:
+    """Ids are unique in a source: "1" of web is not "1" of code, in whatever order the caches have them."""
+    records = list(twins[0][0].records(split="train", limit=12))
+    urls = []
+    for name, model, order in zip("ab", twins[1], ((0, 1), (1, 0)), strict=True):
+        spec = tiny.spec_for(teacher, rows=SampledRows(entries=12, exact=3, seed=ord(name)))
+        writer = teachercache.create(str(tmp_path / name), spec, probe=False)
+        for at in order:
+            source = ("web", "code")[at]
+            named = [replace(r, doc_id=str(i), source=source) for i, r in enumerate(records[6 * at : 6 * at + 6])]
+            writer.commit(f"{source}-s", [tiny.sampled(replace(r, content_key=b""), model, spec) for r in named])
+        writer.publish(allow_partial=True)
+        urls.append(teachercache.open(str(tmp_path / name)))
+    whole = packed(urls)
+    assert sum(len(sequence.documents) for sequence in whole) == 12
+    assert whole.counts_of(whole.state()).not_in_all == 0
+
+
+def test_a_mean_of_no_equal_document_says_so(teacher: Path, twins: Twins, tmp_path: Path) -> None:
+    (one, _), (model, _) = twins
+    spec = tiny.spec_for(teacher, rows=SampledRows(entries=12, exact=3, seed=9))
+    writer = teachercache.create(str(tmp_path / "c"), spec, probe=False)
+    turned = [replace(r, input_ids=r.input_ids[::-1].copy(), content_key=b"") for r in one.records(split="train")]
+    writer.commit("s", [tiny.sampled(record, model, spec) for record in turned])
+    writer.publish(allow_partial=True)
+    with pytest.raises(TeacherCacheError, match="of 40 documents 40 not in all caches with the same tokens and rows"):
+        list(packed([one, teachercache.open(str(tmp_path / "c"))]))
 
 
 def test_ranks_and_resumed_runs_have_the_same_mean_rows(twins: Twins) -> None:
