@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from teachercache import Cache, Record
-from teachercache.errors import TeacherCacheError
+from teachercache.errors import TeacherCacheError, UsageError
 from teachercache.read.stream import RecordStream
-from trainer.data.mean import MeanStream
+from trainer.data.mean import MeanCache, MeanStream
 from trainer.data.packing import pack_block
 from trainer.data.sequence import PackedSequence, Piece, cut_record, min_context, pack_records, split_record
 from trainer.data.shared_order import SharedOrder, State
@@ -93,7 +93,7 @@ class PackedCache(SharedOrder):
     In a DataLoader (batch_size=None) the workers share the sequences the same way, and they arrive in the order that
     they have without workers. `sequence.state` continues after a sequence, whatever read it.
     Raises TeacherCacheError when a record is longer than seq_len and long_documents="refuse", when a split has no row
-    to train on, and when `state` is of another run.
+    to train on, and when `state` is of another run. Raises UsageError for rows of a MeanCache chosen by entropy.
     """
 
     def __init__(
@@ -116,6 +116,10 @@ class PackedCache(SharedOrder):
         world_size: int = 1,
         state: State | None = None,
     ) -> None:
+        if isinstance(cache, MeanCache) and not (entropy_above is None and entropy_below is None):
+            raise UsageError(
+                "rows of a mean of caches cannot be chosen by the entropy of the mean, which no cache knows"
+            )
         self.cache, self.split, self.seed, self.epochs = cache, split, seed, epochs
         self.shuffle, self.pad, self.long_documents, self.weights = shuffle, pad, long_documents, weights or {}
         self.entropy_above, self.entropy_below = entropy_above, entropy_below

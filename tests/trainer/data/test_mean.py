@@ -211,6 +211,7 @@ def test_what_has_no_mean_is_refused(twins: Twins, cache: teachercache.Cache) ->
             lambda: MeanCache(caches[::-1], splits=["train", "heldout"], weights=[1, 1]),
             "finds no document of .* in all of",
         ),
+        (lambda: packed(caches, entropy_above=1.0), "entropy of the mean, which no cache knows"),
     ]
     for call, message in refused:
         with pytest.raises(UsageError, match=message):
