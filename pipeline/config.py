@@ -29,6 +29,29 @@ from teachercache.urls import check_url, refuse_read_only
 Kind = Literal["text", "messages", "input_ids", "prompt"]  # what a document is
 _NAME = f"^{NAME.pattern}$"  # sources and splits are parts of object names
 _OTHER_NAMES = {"top_k": "rows.entries"}  # keys of other tools and earlier versions
+SET_BY: dict[str, dict[str, str]] = {
+    "vllm": {
+        "model": "teacher.model",
+        "revision": "teacher.revision",
+        "dtype": "teacher.dtype",
+        "hf_overrides.head_dtype": "teacher.head_dtype",
+        "max_model_len": "teacher.max_model_len",
+        "tensor_parallel_size": "teacher.tensor_parallel",
+        "trust_remote_code": "teacher.trust_remote_code",
+        "max_logprobs": "rows.entries",
+        "worker_extension_cls": "",
+        "tokenizer": "teacher.model",
+        "tokenizer_revision": "teacher.revision",
+    },
+    "hf": {
+        "pretrained_model_name_or_path": "teacher.model",
+        "revision": "teacher.revision",
+        "dtype": "teacher.dtype",
+        "torch_dtype": "teacher.dtype",
+        "trust_remote_code": "teacher.trust_remote_code",
+    },
+}
+"""By engine: arguments that teacher.engine_args may not name, and the key that sets each; "": the pipeline alone does."""
 
 
 class TeacherConfig(Section):
@@ -57,7 +80,8 @@ class TeacherConfig(Section):
         None, ge=1, description="OMP threads of an actor; by default the node's cores, divided among its actors"
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="further arguments, passed to the engine as they are"
+        default_factory=dict,
+        description="further arguments, passed to the engine as they are; those that other keys set are refused",
     )
     trust_remote_code: bool = Field(False, description="let transformers and vLLM run code of the model's folder")
     fast_path: Literal["auto", "off", "require"] = Field(
@@ -69,6 +93,21 @@ class TeacherConfig(Section):
         True,
         description="at every start compare the fast path with the public one, and a small model with transformers in float32",
     )
+
+    @model_validator(mode="after")
+    def _engine_arguments(self) -> TeacherConfig:
+        named = set(self.engine_args)
+        named |= {
+            f"{key}.{part}" for key, value in self.engine_args.items() if isinstance(value, dict) for part in value
+        }
+        refused = [
+            f"{name} ({f'set {key} instead' if key else 'leave it out, the pipeline sets it'})"
+            for name, key in SET_BY.get(self.engine, {}).items()
+            if name in named
+        ]
+        if refused:
+            raise ValueError(f"engine_args names what other keys set, and would be ignored there: {', '.join(refused)}")
+        return self
 
 
 class RowsConfig(Section):

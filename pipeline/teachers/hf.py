@@ -33,7 +33,7 @@ class HfTeacher(Teacher):
             self.model: Any = auto.from_pretrained(
                 model_path, dtype=dtype, trust_remote_code=config.trust_remote_code, **config.engine_args
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:  # TypeError: an engine_args that the model does not know
             raise UsageError(f"{model_path}: expected a causal language model, {str(error).splitlines()[0]}") from error
         self.model.to(device).eval()
         self.provenance = {

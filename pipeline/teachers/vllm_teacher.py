@@ -90,7 +90,7 @@ class VllmTeacher(Teacher):
         try:
             self._arguments = engine_arguments(config, model_path, self._asked + worker_rows.EXTRA)
             self.llm: Any = LLM(**self._arguments)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:  # TypeError: an engine_args that vLLM does not know
             raise UsageError(f"{model_path}: vLLM cannot load it: {str(error).strip().splitlines()[0]}") from error
         self.engine: Any = self.llm.llm_engine
         _check_length(self.engine.model_config, config.max_model_len)
@@ -277,7 +277,7 @@ def _head_size(model_path: str) -> int:
 
 
 def engine_arguments(config: TeacherConfig, model_path: str, max_logprobs: int) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`; the job file's engine_args win, except over what rows depend on."""
+    """Return the arguments of `vllm.LLM`: the job file's engine_args, and those of pipeline.config.SET_BY, which they lack."""
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False,  # a cached prefix has no prompt log-probabilities
         "disable_log_stats": True,

@@ -9,9 +9,12 @@ import pytest
 import yaml
 
 from pipeline.cli import main
-from pipeline.config import JobConfig, parse_job
+from pipeline.config import SET_BY, JobConfig, TeacherConfig, parse_job
+from pipeline.teachers.base import RowsWanted
+from pipeline.teachers.vllm_teacher import engine_arguments
 from teachercache.configfile import ANY_ENTRY, describe
 from teachercache.errors import UsageError
+from teachercache.format.spec import TopKRows
 from tests.pipeline.conftest import ROOT, environment, pipeline
 
 KEYS = {key.key: key for key in describe(JobConfig)}
@@ -103,6 +106,53 @@ JOB: dict = {"cache": "c", "teacher": {"model": "m"}, "corpora": [{"files": ["x"
 def test_rows_that_cannot_be_made_are_refused(change, said):
     with pytest.raises(UsageError, match=said):
         parse_job(JOB | change)
+
+
+@pytest.mark.parametrize("engine", SET_BY)
+def test_an_engine_argument_that_would_be_ignored_is_refused_with_the_key_that_sets_it(engine):
+    for name, key in SET_BY[engine].items():
+        argument, _, part = name.partition(".")
+        arguments = {argument: {part: 1} if part else 1, "enforce_eager": True}
+        with pytest.raises(UsageError) as caught:
+            parse_job(JOB | {"teacher": {"model": "m", "engine": engine, "engine_args": arguments}})
+        assert f"{name} ({f'set {key} instead' if key else 'leave it out'}" in str(caught.value)
+        assert key == "" or key in KEYS
+
+
+def test_a_job_with_ignored_engine_arguments_ends_before_anything_is_written(job_file, tmp_path, capsys):
+    teacher = {"engine": "vllm", "engine_args": {"dtype": "float16", "max_model_len": 4096, "seed": 3}}
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(job_file(tmp_path / "cache", [tmp_path / "a.jsonl"], teacher=teacher))])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "dtype (set teacher.dtype instead), max_model_len (set teacher.max_model_len instead)" in said
+    assert "seed" not in said
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_refused_of_vllm_is_what_is_set():
+    config = TeacherConfig(model="m", tensor_parallel=2)
+    ours = engine_arguments(config, "m", 20)
+    theirs = dict.fromkeys(ours, "theirs") | {"hf_overrides": dict.fromkeys(ours["hf_overrides"], "theirs")}
+    made = engine_arguments(config.model_copy(update={"engine_args": theirs}), "m", 20)
+    flat = made | {f"hf_overrides.{name}": value for name, value in made.pop("hf_overrides").items()}
+    local = {"revision", "tokenizer", "tokenizer_revision"}  # vLLM is given a folder, and needs no tokenizer
+    assert {name for name, value in flat.items() if value != "theirs"} == SET_BY["vllm"].keys() - local
+
+
+def test_what_is_refused_of_transformers_is_what_is_set(monkeypatch):
+    import transformers
+
+    from pipeline.teachers.hf import HfTeacher
+
+    def from_pretrained(pretrained_model_name_or_path, **arguments):
+        raise ValueError(f"{sorted(['pretrained_model_name_or_path', *arguments])}")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    local = {"revision", "torch_dtype"}  # of a folder; the older name of dtype
+    with pytest.raises(UsageError) as caught:
+        HfTeacher(TeacherConfig(model="m", engine="hf"), "m", RowsWanted(TopKRows(entries=5), 10))
+    assert str(caught.value).endswith(str(sorted(SET_BY["hf"].keys() - local)))
 
 
 SECRETS = [
