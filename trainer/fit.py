@@ -140,7 +140,9 @@ class _Run:
         teacher = setup.load_teacher(config, compute) if config.loss.method == "online" else None
         self.vocab_size = caches[0].spec.tokenizer.vocab_size
         self.kernels = setup.kernels_line(config, self.model, optimizer, compute)
-        self.checkpoint_bytes = limits.checkpoint_bytes(self.model, config.optim, adapters=config.lora is not None)
+        self.checkpoint_bytes = limits.checkpoint_bytes(
+            self.model, config.optim, adapters=config.lora is not None, ranks=parallel.count()
+        )
         parallel.first(partial(limits.check_room, folder.disk, self.checkpoint_bytes))
         self.step = Step(
             self.model, optimizer, config, attention_kind=compute.attention, vocab_size=self.vocab_size, teacher=teacher

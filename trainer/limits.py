@@ -36,15 +36,27 @@ class DiskFull(TeacherCacheError):
 
 def state_bytes(optim: OptimConfig, dtype: torch.dtype) -> int:
     """Return the bytes of optimiser state for each trained parameter, wherever it is kept."""
-    return MOMENT_BYTES[optim.state] + (LOW_BYTES[optim.master] if dtype == torch.bfloat16 else 0)
+    master = dtype == torch.bfloat16 and optim.state != "8bit"  # which rounds stochastically
+    return MOMENT_BYTES[optim.state] + (LOW_BYTES[optim.master] if master else 0)
 
 
-def checkpoint_bytes(model: torch.nn.Module, optim: OptimConfig, *, adapters: bool) -> int:
-    """Estimate the bytes of a checkpoint: weights (of adapters alone where there are some) and optimiser state."""
+def checkpoint_bytes(model: torch.nn.Module, optim: OptimConfig, *, adapters: bool, ranks: int = 1) -> int:
+    """Estimate the bytes of a checkpoint of so many ranks: weights (adapters alone where there are some), optimiser state."""
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.itemsize for parameter in (trained if adapters else parameters))
+    if optim.state == "8bit":
+        return weights + sum(_eight_bit_bytes(parameter, ranks) for parameter in trained)
     return weights + sum(parameter.numel() * state_bytes(optim, parameter.dtype) for parameter in trained)
+
+
+def _eight_bit_bytes(parameter: torch.nn.Parameter, ranks: int) -> int:
+    """Return the bytes of a parameter's two moments of torchao in a checkpoint; several ranks write them in float32."""
+    whole = parameter.numel()
+    share = -(-parameter.shape[0] // ranks) * (whole // parameter.shape[0])
+    if share < 4096 or share % 256:  # torchao leaves them in the parameter's dtype
+        return 2 * whole * parameter.itemsize
+    return 8 * whole if ranks > 1 else 2 * (whole + whole // 256 * 4 + 1024)  # codes, scales, a table
 
 
 def check_room(place: Path, needed: int) -> None:
