@@ -19,6 +19,7 @@ import typer
 from pipeline.config import JobConfig, load_job
 from teachercache.configfile import commented_yaml
 from teachercache.console import print_json, run_cli, text_console
+from teachercache.errors import UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -36,7 +37,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 
 
 def _cache_of(target: str, overrides: list[str] | None) -> str:
-    return load_job(target, overrides).cache if target.endswith((".yaml", ".yml", ".json")) else target
+    if target.endswith((".yaml", ".yml", ".json")):
+        return load_job(target, overrides).cache
+    if overrides:
+        raise UsageError(f"{', '.join(overrides)}: overrides go with a job file, found the URL of a cache, {target}")
+    return target
 
 
 @app.command()
@@ -234,7 +239,7 @@ def doctor(
     from pipeline.watching.doctor import examine_pipeline
     from teachercache.doctor import print_findings
 
-    findings = examine_pipeline(_cache_of(target, overrides) if target else None, write=not read_only)
+    findings = examine_pipeline(_cache_of(target, overrides) if target is not None else None, write=not read_only)
     raise typer.Exit(print_findings(findings, as_json=as_json, indent=None))
 
 

@@ -15,6 +15,7 @@ everything under `run` may change between two runs of the same job without chang
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -254,6 +255,18 @@ class WindowsConfig(Section):
         return self
 
 
+GIVEN_TO_TEMPLATE = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "tokenize",
+)
+"""What the pipeline gives to a chat template: recipe.chat.template_args may not."""
+
+
 class ChatConfig(Section):
     """How messages become text."""
 
@@ -265,6 +278,13 @@ class ChatConfig(Section):
     system: str | None = Field(None, description="system prompt put before conversations that have none")
     mask: Literal["assistant", "all"] = Field("assistant", description="which tokens a student learns")
     rows: Literal["all", "masked"] = Field("all", description="`masked` stores rows only where the mask is true")
+
+    @field_validator("template_args")
+    @classmethod
+    def _arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if ours := [name for name in GIVEN_TO_TEMPLATE if name in value]:
+            raise ValueError(f"the pipeline itself gives {', '.join(ours)} to a template: leave that out")
+        return value
 
 
 class FiltersConfig(Section):
@@ -394,6 +414,37 @@ class JobConfig(Section):
         if self.recipe.mode == "generate" and self.recipe.chat.mask == "all":
             raise ValueError("recipe.chat.mask all: in mode generate the mask is on what the teacher writes")
         return self
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Return a line for each group of keys that are set and that other keys leave without effect."""
+        recipe, teacher, run = self.recipe, self.teacher, self.run
+        chat = [f"recipe.chat.{name}" for name in ChatConfig.model_fields if name != "rows"]
+        inline = ("run.actors", "run.shards_per_actor", "run.shard_timeout_s", "run.actor_start_timeout_s")
+        windows = ("recipe.windows.min_context", "recipe.windows.bos_every_window")
+        drawn = [f"recipe.generate.{name}" for name in ("top_p", "top_k", "seed")]
+        greedy = recipe.mode == "generate" and recipe.generate.temperature == 0
+        rules: list[tuple[bool, Sequence[str], str]] = [
+            (recipe.mode == "score", ["recipe.generate"], "recipe.mode is score"),
+            (greedy, drawn, "recipe.generate.temperature is 0, which draws nothing"),
+            (all(c.fields.kind != "messages" for c in self.corpora), chat, "no corpus has fields.messages"),
+            (recipe.windows.policy != "window", windows, f"recipe.windows.policy is {recipe.windows.policy}"),
+            (run.executor == "inline", inline, "run.executor is inline: one teacher in this process, and no watchdog"),
+            (
+                teacher.engine == "hf",
+                ("teacher.tensor_parallel", "teacher.fast_path"),
+                "teacher.engine is hf, which has one device and one path",
+            ),
+        ]
+        for number, corpus in enumerate(self.corpora):
+            key, fields = f"corpora.{number}", corpus.fields
+            rules += [
+                (corpus.splits is not None, [f"{key}.split"], f"{key}.splits decides"),
+                (fields.id is None, [f"{key}.id_scope"], f"{key}.fields.id is not set"),
+                (fields.kind != "input_ids", [f"{key}.fields.loss_mask"], f"{key} has no fields.input_ids"),
+                (fields.kind != "messages", [f"{key}.fields.tools"], f"{key} has no fields.messages"),
+            ]
+        return configfile.without_effect(self, rules)
 
     @property
     def window_size(self) -> int:

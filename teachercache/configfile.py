@@ -330,6 +330,34 @@ def _type_name(annotation: Any) -> str:
     return f"{origin.__name__}[{inside}]"
 
 
+def changed(section: BaseModel, prefix: str = "") -> list[str]:
+    """Return the dotted keys of a configuration whose values are not the defaults, in its order."""
+    keys: list[str] = []
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        entries = value if isinstance(value, list) else []
+        inside = {f"{key}.{n}.": entry for n, entry in enumerate(entries) if isinstance(entry, BaseModel)}
+        inside |= {f"{key}.": value} if isinstance(value, BaseModel) else {}
+        for start, part in inside.items():
+            keys += changed(part, start)
+        if not inside and (field.is_required() or value != field.get_default(call_default_factory=True)):
+            keys.append(key)
+    return keys
+
+
+def without_effect(section: BaseModel, rules: Iterable[tuple[bool, Iterable[str], str]]) -> list[str]:
+    """Return a line for each rule that holds and has keys which are set: they are named, and said to have no effect.
+
+    rules  (whether it holds, keys or sections, why they then change nothing)
+    """
+    keys, lines = changed(section), []
+    for holds, named, why in rules:
+        found = [key for key in keys if holds and any(f"{key}.".startswith(f"{name}.") for name in named)]
+        if found:
+            lines.append(f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect: {why}")
+    return lines
+
+
 def sentence(text: str) -> str:
     """Return a description with a capital at its start and a full stop at its end."""
     said = " ".join(text.split()).rstrip(".")

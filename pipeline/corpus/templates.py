@@ -90,6 +90,12 @@ class ChatTemplate:
         """Let the template print this day, at midnight, instead of the clock's."""
         self._arguments.setdefault("strftime_now", datetime.datetime(date.year, date.month, date.day).strftime)
 
+    def unread(self, arguments: Iterable[str]) -> list[str]:
+        """Return a line where the template's text has no mention of some arguments."""
+        names = [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", self.source)]
+        said = f"recipe.chat.template_args: the chat template does not read {', '.join(names)}"
+        return [f"{said}, so nothing comes of it: correct the name, or leave it out"] if names else []
+
     # -- rendering -----------------------------------------------------------------------------------------------
 
     def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> str:

@@ -28,6 +28,7 @@ from pipeline.planning.sample import (
     SourceEstimate,
     check_sample,
     check_source,
+    column_warnings,
     estimate,
     shape_of,
     share_warning,
@@ -132,7 +133,9 @@ def make_plan(
     prior = prior or PriorPlans()
     shards: list[PlanShard] = []
     estimates: list[SourceEstimate] = []
-    warnings: list[str] = []
+    warnings = job.without_effect
+    if encoder.chat is not None:
+        warnings += encoder.chat.unread(job.recipe.chat.template_args)
     likely: list[str] = []
     seen: dict[str, str] = {}
     stored: dict[str, list[object]] = {"corpora": [], "recipes": [], "recipe_digests": []}
@@ -162,6 +165,7 @@ def make_plan(
         samples = [(file, entry[3]) for file, entry in zip(files, planned, strict=True)]
         if files or not twice:
             check_source(corpus, samples, lenient=job.run.max_drop_share >= 1)
+        warnings += column_warnings(corpus, samples)
         warnings += template_warnings(corpus, samples)
         if corpus.fields.id is not None:
             likely += _likely_repeats(job, place, samples)

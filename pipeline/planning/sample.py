@@ -54,6 +54,7 @@ class Sample:
     units: int = 0
     drops: Counter[str] = field(default_factory=Counter)
     fields: set[str] = field(default_factory=set)  # names that documents without a wanted field do have
+    columns: set[str] = field(default_factory=set)  # names that any of the documents has
     details: dict[str, str] = field(default_factory=dict)  # of the first drop of each reason
     unprinted: Counter[str] = field(default_factory=Counter)  # what the chat template leaves out
     ids: list[bytes] = field(default_factory=list)
@@ -167,6 +168,7 @@ def _read(
             if shape.unit in ("file", "items") and raw.ordinal > limit:
                 break
             last = raw.end
+            sample.columns.update(raw.value or {})
             try:
                 documents.append(extract(raw, corpus, job.recipe.filters, file.digest, file.url))
                 sample.ids.append(id_hash(documents[-1]))
@@ -266,6 +268,20 @@ def share_warning(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, Sampl
     return [
         f"source {corpus.source!r}: {lost} of {seen} documents of a sample cannot be used ({said}); a run stops at "
         f"more than {most:.0%} (run.max_drop_share)"
+    ]
+
+
+def column_warnings(corpus: CorpusConfig, samples: Sequence[tuple[InputFile, Sample]]) -> list[str]:
+    """Return a warning where no document of the samples has a column that a document may lack: `meta` and `fields.tools`."""
+    known = set().union(*(sample.columns for _, sample in samples))
+    optional = [
+        *corpus.meta,
+        *([corpus.fields.tools] if corpus.fields.tools and corpus.fields.kind == "messages" else []),
+    ]
+    absent = [name for name in optional if known and name not in known]
+    found = ", ".join(sorted(known))
+    return [
+        f"source {corpus.source!r}: no document of a sample has the column {name}; found: {found}" for name in absent
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.cli import main
-from pipeline.config import SET_BY, JobConfig, TeacherConfig, parse_job
+from pipeline.config import GIVEN_TO_TEMPLATE, SET_BY, JobConfig, TeacherConfig, parse_job
 from pipeline.teachers.base import RowsWanted
 from pipeline.teachers.vllm_teacher import engine_arguments
 from teachercache.configfile import ANY_ENTRY, describe
@@ -153,6 +153,69 @@ def test_what_is_refused_of_transformers_is_what_is_set(monkeypatch):
     with pytest.raises(UsageError) as caught:
         HfTeacher(TeacherConfig(model="m", engine="hf"), "m", RowsWanted(TopKRows(entries=5), 10))
     assert str(caught.value).endswith(str(sorted(SET_BY["hf"].keys() - local)))
+
+
+CHAT = [{"files": ["x"], "fields": {"messages": "m"}}]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"recipe": {"generate": {"temperature": 0.5}}}, "recipe.generate.temperature has no effect: recipe.mode is score"),
+        (
+            {"recipe": {"mode": "generate", "generate": {"temperature": 0, "top_p": 0.9}}, "corpora": CHAT},
+            "recipe.generate.top_p has no effect: recipe.generate.temperature is 0, which draws nothing",
+        ),
+        (
+            {"recipe": {"chat": {"system": "s", "template_args": {"a": 1}}}},
+            "recipe.chat.template_args, recipe.chat.system have no effect: no corpus has fields.messages",
+        ),
+        (
+            {"recipe": {"windows": {"policy": "truncate", "min_context": 5}}},
+            "recipe.windows.min_context has no effect: recipe.windows.policy is truncate",
+        ),
+        (
+            {"run": {"executor": "inline", "actors": 8}},
+            "run.actors has no effect: run.executor is inline: one teacher in this process, and no watchdog",
+        ),
+        (
+            {"teacher": {"model": "m", "engine": "hf", "tensor_parallel": 2, "fast_path": "require"}},
+            "teacher.tensor_parallel, teacher.fast_path have no effect: teacher.engine is hf, which has one device and one path",
+        ),
+        (
+            {"corpora": [{"files": ["x"], "split": "val", "splits": {"a": 0.5, "b": 0.5}}]},
+            "corpora.0.split has no effect: corpora.0.splits decides",
+        ),
+        (
+            {"corpora": [{"files": ["x"]}, {"files": ["x"], "fields": {"loss_mask": "l"}, "id_scope": "file"}]},
+            "corpora.1.id_scope has no effect: corpora.1.fields.id is not set\n"
+            "corpora.1.fields.loss_mask has no effect: corpora.1 has no fields.input_ids",
+        ),
+        ({"corpora": CHAT, "recipe": {"chat": {"system": "s"}}, "run": {"actors": 8}}, ""),
+        ({"recipe": {"chat": {"rows": "masked"}, "generate": {"temperature": 1.0}}}, ""),
+    ],
+)  # fmt: skip
+def test_keys_that_others_leave_without_effect_are_named(change, said):
+    assert "\n".join(parse_job(JOB | change).without_effect) == said
+
+
+def test_every_key_at_its_default_is_no_warning():
+    job = parse_job(JOB)
+    assert parse_job(job.model_dump()).without_effect == []
+
+
+@pytest.mark.parametrize("name", GIVEN_TO_TEMPLATE)
+def test_an_argument_of_a_template_that_the_pipeline_gives_is_refused(name):
+    with pytest.raises(UsageError, match=f"recipe.chat.template_args: the pipeline itself gives {name} to a template"):
+        parse_job(JOB | {"recipe": {"chat": {"template_args": {name: 1}}}})
+
+
+@pytest.mark.parametrize("command", ["status", "quarantine", "doctor"])
+def test_overrides_without_a_job_file_are_refused(command, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, str(tmp_path), "run.actors=4"])
+    assert ended.value.code == 2
+    assert "run.actors=4: overrides go with a job file, found the URL of a cache" in capsys.readouterr().err
 
 
 SECRETS = [

@@ -56,6 +56,21 @@ def test_equal_files_are_cached_once(job_file, tmp_path):
     assert "same content" in planned.warnings[0]
 
 
+def test_keys_without_effect_and_columns_that_no_document_has_are_warnings(job_file, tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", documents(10))
+    job = load_job(
+        job_file(tmp_path / "cache", [a], corpus={"meta": ["text", "licence"]}, recipe={"generate": {"top_k": 3}})
+    )
+    assert prepare(job).planned.warnings == [
+        "recipe.generate.top_k has no effect: recipe.mode is score",
+        "source 's': no document of a sample has the column licence; found: id, text",
+    ]
+    said = subprocess.run(
+        command("run", tmp_path / "job.yaml"), capture_output=True, text=True, cwd=ROOT, env=environment(), check=True
+    )
+    assert "warning: recipe.generate.top_k has no effect" in said.stdout + said.stderr
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_million_short_documents_are_planned_from_a_sample_within_a_gibibyte(job_file, tmp_path, kind):
     path = tmp_path / f"million.{kind}"

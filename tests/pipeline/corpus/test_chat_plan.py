@@ -40,6 +40,23 @@ def test_plan_names_the_key_that_a_template_drops(job_file, tmp_path):
     )
 
 
+def test_plan_names_arguments_that_the_template_does_not_read(job_file, tmp_path):
+    (tmp_path / "t.jinja").write_text(CHATML + "{% if enable_thinking %}{% endif %}")
+    job = job_file(
+        tmp_path / "cache",
+        [write_jsonl(tmp_path / "a.jsonl", [{"messages": [user("q"), answer("a")]}] * 6)],
+        corpus={"fields": {"messages": "messages"}},
+        recipe={
+            "eos": False,
+            "chat": {"template": str(tmp_path / "t.jinja"), "template_args": {"enable_thinking": True, "thinking": 1}},
+        },
+    )
+    assert prepare(load_job(job)).planned.warnings == [
+        "recipe.chat.template_args: the chat template does not read thinking, so nothing comes of it: correct the name, "
+        "or leave it out"
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "template", "said"),
     [
