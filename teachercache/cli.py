@@ -164,6 +164,8 @@ def ls(
         named = {cache.file_url(entry): entry for entry in cache.files(split, source)}
         answer("\n".join(named), [{"url": at} | entry.model_dump(mode="json") for at, entry in named.items()], json_)
         return
+    if any(value is not None for value in (manifest, split, source)):
+        raise UsageError("--manifest, --split and --source choose among the files of one cache: give --files too.")
     with progress_bar("folders looked into") as progress:
         caches = find_caches(Store.open(url), depth, progress)
     with ThreadPoolExecutor(THREADS) as pool:

@@ -333,7 +333,10 @@ class MlflowConfig(Section):
     """Where a run is in MLflow."""
 
     tracking_uri: str | None = Field(None, description="A server or a folder; default: MLFLOW_TRACKING_URI.")
-    experiment: str | None = Field(None, description="Its experiment, made where it is missing; default: `Default`.")
+    experiment: str | None = Field(
+        None,
+        description="Its experiment, made where it is missing; default: MLFLOW_EXPERIMENT_NAME, else `Default`.",
+    )
 
 
 class LogConfig(Section):
@@ -410,6 +413,9 @@ class TrainerConfig(Section):
             raise ValueError("loss.method=online computes the teacher's logits live: set teacher=FOLDER")
         if self.loss.method != "online" and self.loss.tail is None:
             raise ValueError("loss.tail is null, which means the full vocabulary: only loss.method=online has that")
+        if self.loss.method == "online" and self.loss.tail is None and (self.data.top_k or self.loss.recompute):
+            key = "data.top_k" if self.data.top_k else "loss.recompute"
+            raise ValueError(f"{key} is of rows, and loss.tail=null takes the teacher's full vocabulary: drop one")
         if self.loss.rows is not None and self.data.top_k is not None:
             raise ValueError(
                 "loss.rows and data.top_k both say how many entries the live teacher's rows have: drop one"
@@ -417,6 +423,28 @@ class TrainerConfig(Section):
         if self.loss.recompute and self.loss.method not in ("fused", "online"):
             raise ValueError(f"loss.recompute goes with loss.method=fused only, found {self.loss.method}")
         return self
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Return a line for each group of keys that are set and that other keys leave without effect in `fit`."""
+        schedule, loss, caches = self.optim.schedule, self.loss, self.data.caches
+        rules = [
+            (schedule != "wsd", ["optim.decay_fraction"], f"optim.schedule is {schedule}"),
+            (schedule == "constant", ["optim.min_lr_ratio"], "optim.schedule is constant"),
+            (loss.divergence != "jsd", ["loss.jsd_beta"], f"loss.divergence is {loss.divergence}"),
+            (loss.method == "dense", ["loss.chunk_size"], "loss.method=dense forms all logits at once"),
+            (
+                loss.method != "online",
+                ["teacher"],
+                f"loss.method={loss.method} reads cached rows; `eval` alone uses it",
+            ),
+            (
+                bool(caches) and all(cache.split for cache in caches),
+                ["split"],
+                "every entry of data.caches has its own",
+            ),
+        ]
+        return configfile.without_effect(self, rules)
 
     @property
     def caches(self) -> list[CacheConfig]:

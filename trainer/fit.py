@@ -315,6 +315,7 @@ class _Run:
         lines += self._mixture()
         if self.changed:
             lines.append(self.changed)
+        lines += [f"note: {line}" for line in self.config.without_effect]
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and positions < self.config.data.seq_len:
             lines.append(

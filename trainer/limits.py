@@ -41,7 +41,7 @@ def state_bytes(optim: OptimConfig, dtype: torch.dtype) -> int:
 
 
 def checkpoint_bytes(model: torch.nn.Module, optim: OptimConfig, *, adapters: bool, ranks: int = 1) -> int:
-    """Estimate the bytes of a checkpoint of so many ranks: weights (adapters alone where there are some), optimiser state."""
+    """Estimate the bytes of a checkpoint: weights (of adapters alone where there are some) and optimiser state."""
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.itemsize for parameter in (trained if adapters else parameters))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 import uuid
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from teachercache.console import note, say, text_console
 from teachercache.errors import UsageError
+from teachercache.format.layout import check_name
 from trainer.checkpoint import CheckpointFolder
 from trainer.config import MlflowConfig, TrainerConfig
 from trainer.data.sequence import PackedSequence
@@ -55,12 +57,12 @@ class MetricsLog:
             except ImportError as error:
                 raise UsageError("log.wandb needs the package wandb (pip install wandb)") from error
             where = {key: value for key, value in config.log.wandb.model_dump().items() if value}
+            where |= {"name": name} if not os.environ.get("WANDB_NAME") else {}  # an argument wins over the environment
             # The id lies with the run: the same command, resumed on another machine, continues the same page.
-            run_id = folder.kept_id(WANDB_ID) or uuid.uuid4().hex[:12]
+            asked = os.environ.get("WANDB_RUN_ID")
+            run_id = folder.kept_id(WANDB_ID) or (check_name(asked, "WANDB_RUN_ID") if asked else uuid.uuid4().hex[:12])
             folder.put(WANDB_ID, run_id.encode())
-            self._wandb = wandb.init(
-                id=run_id, name=name, config=settings, resume="allow", dir=str(self._workdir), **where
-            )
+            self._wandb = wandb.init(id=run_id, config=settings, resume="allow", dir=str(self._workdir), **where)
         self._mlflow = _MlflowRun(folder, config.log.mlflow, name, settings) if config.log.mlflow is not None else None
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ class _MlflowRun:
             if self._run_id:
                 self._client.update_run(self._run_id, status="RUNNING")
                 return
-            experiment = config.experiment or "Default"
+            experiment = config.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
             found = self._client.get_experiment_by_name(experiment)
             number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
             self._run_id = self._client.create_run(number, run_name=name).info.run_id

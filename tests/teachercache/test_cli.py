@@ -110,6 +110,7 @@ def test_head_shows_the_teachers_best_tokens(cache, run):
     ("args", "says"),
     [
         (("show", "{tmp}/nowhere"), "not a teacher cache"),
+        (("ls", "{tmp}", "--split", "heldout"), "give --files too"),
         (("ls", "{tmp}/nowhere"), "there is no cache"),
         (("show", "{cache}", "--manifest", "9"), "has no manifest 9"),
         (("head", "{cache}", "--split", "dev"), "its splits: heldout, train"),

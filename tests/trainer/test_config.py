@@ -72,6 +72,45 @@ def test_what_the_full_vocabulary_loss_would_ignore_is_refused() -> None:
         load_config(None, [*MINIMAL, "teacher=folder", loss])
 
 
+@pytest.mark.parametrize(("key", "loss"), [("data.top_k=8", "tail: null"), ("seed=1", "tail: null, recompute: true")])
+def test_what_cuts_rows_is_refused_where_the_loss_takes_no_rows(key: str, loss: str) -> None:
+    named = "data.top_k" if "top_k" in key else "loss.recompute"
+    with pytest.raises(UsageError, match=f"{named} is of rows, and loss.tail=null takes"):
+        load_config(None, [*MINIMAL, "teacher=folder", key, f"loss={{method: online, {loss}}}"])
+
+
+CACHES = "data.caches=[{url: a, weight: 1, split: x}, {url: b, weight: 1, split: x}]"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["optim.decay_fraction=0.5"], "optim.decay_fraction has no effect: optim.schedule is cosine"),
+        (
+            ["optim={schedule: constant, min_lr_ratio: 0.5}"],
+            "optim.min_lr_ratio has no effect: optim.schedule is constant",
+        ),
+        (["loss.jsd_beta=0.2"], "loss.jsd_beta has no effect: loss.divergence is forward"),
+        (
+            ["loss={method: dense, chunk_size: 64}"],
+            "loss.chunk_size has no effect: loss.method=dense forms all logits at once",
+        ),
+        (["teacher=t"], "teacher has no effect: loss.method=fused reads cached rows; `eval` alone uses it"),
+        (["cache=null", CACHES, "split=y"], "split has no effect: every entry of data.caches has its own"),
+        (["optim={schedule: wsd, decay_fraction: 0.5, min_lr_ratio: 0}", "loss={divergence: jsd, jsd_beta: 0.2}"], ""),
+        (["cache=null", CACHES], ""),
+    ],
+)
+def test_keys_that_others_leave_without_effect_are_named(settings: list[str], said: str) -> None:
+    minimal = MINIMAL[1:] if settings[0] == "cache=null" else MINIMAL
+    assert "\n".join(load_config(None, [*minimal, *settings]).without_effect) == said
+
+
+def test_every_key_at_its_default_is_no_note() -> None:
+    config = load_config(None, MINIMAL)
+    assert configfile.validate(TrainerConfig, config.model_dump(), "dumped").without_effect == []
+
+
 def test_a_missing_key_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="lacks cache"):
         load_config(None, ["student=x"])

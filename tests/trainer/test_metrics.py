@@ -94,6 +94,21 @@ def test_an_id_that_someone_planted_is_refused(
         runs.fit_here(config_with({"wandb": True}, cache_url, student, tmp_path), "train.max_steps=1")
 
 
+def test_the_environment_of_wandb_and_mlflow_is_not_overridden(
+    mlflow: FakeMlflow, cache_url: str, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    monkeypatch.setenv("WANDB_NAME", "named")
+    monkeypatch.setenv("WANDB_RUN_ID", "of-the-environment")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "elsewhere")
+    runs.fit_here(config_with({"wandb": True, "mlflow": True}, cache_url, student, tmp_path), "train.max_steps=1")
+    (started,) = wandb.started
+    assert "name" not in started
+    assert started["id"] == (tmp_path / "run/wandb_id").read_text() == "of-the-environment"
+    assert list(mlflow.experiments) == ["elsewhere"]
+
+
 def test_wandb_itself_takes_the_settings_offline(
     cache_url: str, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

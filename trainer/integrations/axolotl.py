@@ -62,6 +62,12 @@ class CachePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is optional
             raise UsageError(
                 "a cache needs max_steps, which the learning rate follows; num_epochs may end the run earlier"
             )
+        if cfg.val_set_size:
+            raise UsageError(
+                "val_set_size splits no cache: leave it out, and name a held-out split as teachercache.heldout"
+            )
+        if cfg.num_epochs and cfg.num_epochs != int(cfg.num_epochs):
+            raise UsageError(f"num_epochs counts passes over a cache and is a whole number, found {cfg.num_epochs}")
         settings = CacheSettings(**cfg.teachercache)
         cache = teachercache.open(settings.url, settings.manifest)
         common = {"seq_len": cfg.sequence_len, "pad": settings.pad}

@@ -13,6 +13,7 @@ continue with another number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -64,8 +65,14 @@ class DistillationMixin:
     train_dataset  a PackedCache;  eval_dataset  another, for `evaluate`: held-out KL, top-1 agreement, perplexity
     objective      what is minimised (trainer.losses.options.Objective); default the forward KL of `fit`
     Raises UsageError for what would train on something else: another batch size than 1, DataParallel, FSDP, DeepSpeed and
-    torch_compile, a student whose attention or tokenizer does not fit.
+    torch_compile, a student whose attention or tokenizer does not fit; and for what would have no effect (`ignored`).
     """
+
+    ignored: tuple[str, ...] = (
+        *("label_smoothing_factor", "data_seed", "train_sampling_strategy"),
+        *("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"),
+    )
+    """Settings and arguments that a Trainer takes and this one does not read."""
 
     # The Trainer's, which comes behind in the order of bases.
     args: Any
@@ -93,6 +100,7 @@ class DistillationMixin:
         kwargs |= {"train_dataset": self.shown(train_dataset), "eval_dataset": self.shown(eval_dataset)}
         super().__init__(*args, **kwargs)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._refuse_ignored(kwargs)
         if self.args.per_device_train_batch_size != 1:
             raise UsageError(
                 f"per_device_train_batch_size must be 1, found {self.args.per_device_train_batch_size}: a packed sequence is "
@@ -112,6 +120,17 @@ class DistillationMixin:
         self.data_position = DataPosition(train_dataset.state())
         self.add_callback(self.data_position)
         self._last_batch: dict[str, Any] = {}
+
+    def _refuse_ignored(self, arguments: dict[str, Any]) -> None:
+        """Raise UsageError for what is set of `ignored`: fields of the settings, and arguments that are not None."""
+        settings = {f.name: f.default for f in fields(self.args)}
+        values = {name: getattr(self.args, name) if name in settings else arguments.get(name) for name in self.ignored}
+        found = [name for name, value in values.items() if value != settings.get(name)]
+        if found:
+            raise UsageError(
+                f"{', '.join(found)} would have no effect: the cache decides about rows and their order, `objective` about the "
+                "loss, and `evaluate` measures what `trainer eval` does; leave it out"
+            )
 
     def shown(self, dataset: PackedCache | None) -> Any:
         """Return what the Trainer's own __init__ is given for a dataset."""

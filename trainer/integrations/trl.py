@@ -24,8 +24,14 @@ except ModuleNotFoundError as error:
 class CacheSFTTrainer(DistillationMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]  # trl loads lazily
     """TRL's SFTTrainer that learns a cache; see DistillationMixin.
 
-    Options of SFTConfig that prepare text (packing, max_length, chat templates) have no effect: the cache holds tokens.
+    Options of SFTConfig that prepare text have no effect: the cache holds tokens. Those that would change what is learnt
+    are refused (`ignored`), others (packing, columns of a data set) change nothing here.
     """
+
+    ignored = (
+        *(*DistillationMixin.ignored, "formatting_func", "loss_type", "max_length", "chat_template_path"),
+        *("completion_only_loss", "assistant_only_loss"),
+    )
 
     def shown(self, dataset: PackedCache | None) -> Any:
         """Return one row of tokens: SFTTrainer prepares what it is given, and takes `datasets` objects alone."""

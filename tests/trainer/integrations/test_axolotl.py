@@ -72,6 +72,10 @@ def test_the_plugins_keys_are_checked(plugins, cache_url):
     assert plugins.get_input_args() == [f"{CacheArguments.__module__}.CacheArguments"]
     with pytest.raises(ValueError, match="heldut"):
         plugins.load_datasets(config(cache_url, teachercache={"heldut": "heldout"}))
+    with pytest.raises(UsageError, match="val_set_size splits no cache"):
+        plugins.load_datasets(config(cache_url, val_set_size=0.1))
+    with pytest.raises(UsageError, match=r"whole number, found 1\.5"):
+        plugins.load_datasets(config(cache_url, num_epochs=1.5))
     with pytest.raises(UsageError, match="needs max_steps"):
         plugins.load_datasets(config(cache_url, max_steps=None))
     with pytest.raises(ValueError, match="divergence='reverse' needs tail='bucket'"):

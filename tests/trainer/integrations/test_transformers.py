@@ -134,6 +134,29 @@ def test_what_would_train_on_something_else_is_refused(student, other_vocabulary
         make(fitting, caches["sampled"])
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"label_smoothing_factor": 0.1}, {"data_seed": 3}, {"train_sampling_strategy": "group_by_length"},
+        {"loss_type": "dft"}, {"max_length": 512}, {"completion_only_loss": True},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)  # fmt: skip
+def test_settings_that_nothing_reads_are_refused(setting, student, cache_url, tmp_path):
+    kinds = (WatchedTrainer, WatchedSFTTrainer) if next(iter(setting)) in vars(TrainingArguments(str(tmp_path))) else ()
+    for kind in kinds or (WatchedSFTTrainer,):
+        with pytest.raises(UsageError, match=f"^{next(iter(setting))} would have no effect: the cache decides"):
+            trainer_of(student, cache_url, tmp_path, kind, **setting)
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"])
+def test_functions_that_nothing_calls_are_refused(name, student, cache_url, tmp_path):
+    model = load_student(student, dtype=torch.float32, device=CPU)
+    dataset = PackedCache(teachercache.open(cache_url), seq_len=SEQ_LEN)
+    with pytest.raises(UsageError, match=f"^{name} would have no effect"):
+        CacheTrainer(model, arguments_of(tmp_path), train_dataset=dataset, **{name: lambda *_: None})
+
+
 def test_a_checkpoint_of_another_trainer_is_refused(student, cache_url, tmp_path):
     trainer = trainer_of(student, cache_url, tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
     trainer.train()
