@@ -78,7 +78,10 @@ class TeacherConfig(Section):
         None, ge=0, description="GPUs that an actor reserves; tensor_parallel by default where there are GPUs"
     )
     threads: int | None = Field(
-        None, ge=1, description="OMP threads of an actor; by default the node's cores, divided among its actors"
+        None,
+        ge=1,
+        description="OMP threads of an actor; by default the node's cores, divided among its actors, whatever "
+        "OMP_NUM_THREADS says",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,

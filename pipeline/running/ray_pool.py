@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # dashboard shows to everyone
 FORWARDED = (
     *("AWS_", "FSSPEC_", "HF_", "GOOGLE_", "AZURE_"),
-    *("VLLM_", "NCCL_", "TORCH_", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+    *("VLLM_", "NCCL_", "TORCH_", "TOKENIZERS_PARALLELISM"),
 )
 CPUS_PER_ACTOR = 1.0  # that Ray reserves; threads are set by OMP_NUM_THREADS
 

@@ -36,6 +36,9 @@ class HfTeacher(Teacher):
         except (OSError, ValueError, TypeError) as error:  # TypeError: an engine_args that the model does not know
             raise UsageError(f"{model_path}: expected a causal language model, {str(error).splitlines()[0]}") from error
         self.model.to(device).eval()
+        # of the model's settings, where an answer ends alone: the job file says how it is sampled, as under vLLM
+        ends = self.model.generation_config.eos_token_id
+        self.model.generation_config = transformers.GenerationConfig(eos_token_id=ends)
         self.provenance = {
             "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
             "path": "hf",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from pipeline.config import TeacherConfig, parse_job
+from pipeline.config import GenerateConfig, TeacherConfig, parse_job
 from pipeline.corpus.documents import Document
 from pipeline.corpus.encode import Encoder, Tokens, Window
 from pipeline.errors import EngineDied
 from pipeline.running.engine_loop import EngineLoop
-from pipeline.teachers.base import RowsWanted
+from pipeline.teachers.base import Prompt, RowsWanted
 from pipeline.teachers.noop import NoopTeacher
 from teachercache import fingerprint_tokenizer
 from teachercache.format.spec import TopKRows
@@ -162,11 +163,11 @@ def test_shards_share_the_engine():
     loop.stop()
 
 
-def test_windows_equal_one_long_pass_where_the_context_is_the_same(tmp_path_factory):
-    """A tiny random Llama in float32: the first window's rows are the long pass's; later rows have their context."""
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with a tiny random Llama."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    from pipeline.teachers.hf import HfTeacher
     from tests.pipeline.conftest import make_tokenizer
 
     folder = make_tokenizer(tmp_path_factory.mktemp("llama"))
@@ -181,6 +182,29 @@ def test_windows_equal_one_long_pass_where_the_context_is_the_same(tmp_path_fact
         max_position_embeddings=512,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_models_own_settings_do_not_change_how_the_job_file_samples(llama):
+    from pipeline.teachers.hf import HfTeacher
+
+    config, made = TeacherConfig(model=str(llama), engine="hf", dtype="float32"), []
+    prompt = Prompt(np.arange(5, 25, dtype=np.int32), seed=1, most=12)
+    for own in ({"eos_token_id": 1}, {"eos_token_id": 1, "repetition_penalty": 9.0, "no_repeat_ngram_size": 1}):
+        (llama / "generation_config.json").write_text(json.dumps(own))
+        teacher = HfTeacher(config, str(llama), RowsWanted(TopKRows(entries=4), 200))
+        assert teacher.model.generation_config.eos_token_id == 1  # where an answer ends is the model's to say
+        for temperature in (0.0, 1.0):
+            made += teacher.generate([prompt], GenerateConfig(temperature=temperature))
+    greedy, drawn, *others = [answer.ids.tolist() for answer in made]
+    assert others == [greedy, drawn]
+
+
+def test_windows_equal_one_long_pass_where_the_context_is_the_same(llama):
+    """In float32: the first window's rows are the long pass's; later rows have their context."""
+    from pipeline.teachers.hf import HfTeacher
+
+    folder = llama
     settings = {"model": str(folder), "engine": "hf", "dtype": "float32", "max_model_len": 512}
     recipe = {"windows": {"size": 40, "min_context": 10}, "eos": False}
     job = parse_job({"cache": "c", "teacher": settings, "corpora": [{"files": ["f"]}], "recipe": recipe})
