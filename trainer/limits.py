@@ -52,8 +52,8 @@ def checkpoint_bytes(model: torch.nn.Module, optim: OptimConfig, *, adapters: bo
 
 def _eight_bit_bytes(parameter: torch.nn.Parameter, ranks: int) -> int:
     """Return the bytes of a parameter's two moments of torchao in a checkpoint; several ranks write them in float32."""
-    whole = parameter.numel()
-    share = -(-parameter.shape[0] // ranks) * (whole // parameter.shape[0])
+    whole, rows = parameter.numel(), max(1, parameter.shape[0] if parameter.dim() else 1)
+    share = -(-rows // ranks) * (whole // rows)
     if share < 4096 or share % 256:  # torchao leaves them in the parameter's dtype
         return 2 * whole * parameter.itemsize
     return 8 * whole if ranks > 1 else 2 * (whole + whole // 256 * 4 + 1024)  # codes, scales, a table
