@@ -151,8 +151,6 @@ def check_rows(config: TrainerConfig, spec: CacheSpec, cache: str = "the cache")
             raise UsageError(f"{key} = {entries}, but the tokenizer of {cache} has {vocab_size} tokens: set it to less")
         return
     sampled = isinstance(rows, SampledRows) and top_k is None
-    if not isinstance(rows, SampledRows) and top_k is not None and top_k > rows.entries:
-        note(f"data.top_k = {top_k} has no effect: the rows of {cache} have {rows.entries} entries", "note")
     if isinstance(rows, SampledRows) and top_k is not None and top_k > rows.exact:
         raise UsageError(
             f"data.top_k = {top_k}, but only {rows.exact} entries of a sampled row of {cache} are surely the most probable "
