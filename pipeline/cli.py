@@ -75,7 +75,7 @@ def plan(
         print_json({**head, "sources": sources, "warnings": planned.warnings}, indent=None)
     else:
         gpus = float(config.teacher.gpus_per_actor or config.teacher.tensor_parallel)
-        show_plan(console, planned, rate or measured_rate(config.cache), gpus)
+        show_plan(console, planned, config.rows.spec, rate or measured_rate(config.cache), gpus)
         console.print(f"plan {planned.plan.digest[:16]} for cache {config.cache}")
     if show:
         from pipeline.watching.preview import show_documents

@@ -218,7 +218,7 @@ def evaluate_cache(config: TrainerConfig, split: str) -> dict[str, Any]:
     for cache in caches:
         setup.check_split(cache, split, "split")
     model = setup.load_frozen(folder, compute, trust_remote_code=config.trust_remote_code)
-    teacher = setup.load_teacher(config, compute) if config.teacher else None
+    teacher = setup.load_teacher(config, compute, caches[0]) if config.teacher else None
     where: dict[str, Any] = {"student": str(folder)}
     for entry, cache in zip(config.caches, caches, strict=True):
         where |= {f"cache{entry.suffix}": cache.url, f"manifest{entry.suffix}": cache.manifest.number}

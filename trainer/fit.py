@@ -137,7 +137,7 @@ class _Run:
         optimizer = build_optimizer(self.model, config.optim)
         if setup.sums_in_float32(config, compute.dtype, parallel.count()):
             accumulate_in_float32(self.model)
-        teacher = setup.load_teacher(config, compute) if config.loss.method == "online" else None
+        teacher = setup.load_teacher(config, compute, caches[0]) if config.loss.method == "online" else None
         self.vocab_size = caches[0].spec.tokenizer.vocab_size
         self.kernels = setup.kernels_line(config, self.model, optimizer, compute)
         self.checkpoint_bytes = limits.checkpoint_bytes(

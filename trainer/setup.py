@@ -198,10 +198,14 @@ def _load(folder: Path, compute: Compute, trust_remote_code: bool) -> Model:
     return model
 
 
-def load_teacher(config: TrainerConfig, compute: Compute) -> Model:
-    """Load the live teacher that the configuration names, in shares. Raises UsageError where it is no model."""
+def load_teacher(config: TrainerConfig, compute: Compute, cache: Cache) -> Model:
+    """Load the live teacher that the configuration names, in shares.
+
+    Raises UsageError where it is no model, or one of another tokenizer than the cache's.
+    """
     assert config.teacher is not None
     folder = resolve_model_folder(config.teacher)
+    student.check_fits(folder, cache, "teacher")
     teacher = load_frozen(folder, compute, trust_remote_code=config.trust_remote_code)
     student.shard(teacher)
     return teacher

@@ -19,7 +19,8 @@ from tests.trainer import tiny
 from trainer.config import TrainerConfig, load_config
 from trainer.data import PackedCache
 from trainer.data.sequence import cut_record, pack_records
-from trainer.evaluate import evaluate
+from trainer.evaluate import evaluate, evaluate_cache
+from trainer.fit import fit
 from trainer.losses.online import sampled_rows
 from trainer.model import student as students
 from trainer.optim import build_optimizer
@@ -97,6 +98,26 @@ def test_eval_estimates_the_full_divergence_without_a_teacher(
     itself = evaluate(live, heldout, **call)
     assert abs(itself["heldout_kl"]) <= 4 * itself["heldout_kl_standard_error"] + 1e-3
     assert itself["top1_agreement"] > 0.99
+
+
+def test_a_live_teacher_of_another_tokenizer_is_refused(
+    sampled_cache: teachercache.Cache, student: Path, tmp_path: Path
+) -> None:
+    """Its logits would be of other tokens: a traceback in `eval`, and another teacher in silence online."""
+    other = tiny.make_model(tmp_path / "other", vocab_size=300)
+    tiny.make_tokenizer(other, vocab_size=290)
+    small = tiny.make_model(tmp_path / "small", vocab_size=300)
+    common = [f"cache={sampled_cache.url}", f"student={student}", "data.seq_len=128"]
+    for teacher, message in (
+        (other, r"the teacher \S+ has \w+ \(290 tokens\): take a teacher with the cache's tokenizer"),
+        (small, "the teacher .* has 300 rows in its head, the cache .* has ids up to 319"),
+    ):
+        config = load_config(None, [*common, f"teacher={teacher}"])
+        with pytest.raises(UsageError, match=message):
+            evaluate_cache(config, "heldout")
+        config = load_config(None, [*common, f"teacher={teacher}", "loss.method=online", f"output={tmp_path / 'run'}"])
+        with pytest.raises(UsageError, match=message):
+            fit(config)
 
 
 @pytest.mark.parametrize(("entries", "exact"), [(12, 3), (2, 1), (8, 7)])

@@ -207,10 +207,10 @@ def row_logits(
     return parallel.inside(model, whole)
 
 
-def check_fits(folder: Path, cache: Cache) -> None:
-    """Refuse a cache whose rows mean something else to this student; reads no weights.
+def check_fits(folder: Path, cache: Cache, role: str = "student") -> None:
+    """Refuse a cache whose rows mean something else to this student, or live teacher; reads no weights.
 
-    The tokenizers must be the same, and every id that the teacher may give must have a row in the student's head.
+    The tokenizers must be the same, and every id that the teacher may give must have a row in the model's head.
     Raises UsageError with both values.
     """
     check_folder(folder)
@@ -218,15 +218,15 @@ def check_fits(folder: Path, cache: Cache) -> None:
     mine = fingerprint_tokenizer(folder)
     if mine.digest != theirs.digest:
         raise UsageError(
-            f"the cache {cache.url} was made with tokenizer {theirs.digest[:12]} ({theirs.vocab_size:,} tokens), the student "
-            f"{folder} has {mine.digest[:12]} ({mine.vocab_size:,} tokens): train a student with the teacher's tokenizer"
+            f"the cache {cache.url} was made with tokenizer {theirs.digest[:12]} ({theirs.vocab_size:,} tokens), the {role} "
+            f"{folder} has {mine.digest[:12]} ({mine.vocab_size:,} tokens): take a {role} with the cache's tokenizer"
         )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rows = (config.get("text_config") or config).get("vocab_size")
     if rows is not None and rows < theirs.vocab_size:
         raise UsageError(
-            f"the student {folder} has {rows} rows in its head, the cache {cache.url} has ids up to "
-            f"{theirs.vocab_size - 1}: resize the student's embeddings"
+            f"the {role} {folder} has {rows} rows in its head, the cache {cache.url} has ids up to "
+            f"{theirs.vocab_size - 1}: resize the {role}'s embeddings"
         )
 
 

@@ -411,7 +411,8 @@ def loss_and_gradients(config: Path, overrides: Sequence[str], sequences_per_ste
     compute = setup.choose_compute(settings.train)
     with parallel.joined(compute.device):
         model = setup.load_for_training(settings, Path(settings.student), compute, resumed=False)
-        teacher = setup.load_teacher(settings, compute) if settings.teacher else None
+        (cache,) = setup.open_caches(settings)
+        teacher = setup.load_teacher(settings, compute, cache) if settings.teacher else None
         step = Step(
             model, build_optimizer(model, settings.optim), settings, attention_kind="documents", vocab_size=320,
             teacher=teacher,
