@@ -179,7 +179,9 @@ def ls(
     numbers = [Column(name, justify="right") for name in ("K", "manifest", "rows", "bytes")]
     table = Table("cache", "teacher", *numbers, "state", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for item in found:
-        counts = (str(item["top_k"] or ""), str(item["manifest"] or ""), f"{item['rows']:,}", f"{item['bytes']:,}")
+        sampled = item["rows_kind"] and item["rows_kind"]["kind"] == "sampled"
+        width = f"{item['top_k'] or ''}{' sampled' if sampled else ''}"
+        counts = (width, str(item["manifest"] or ""), f"{item['rows']:,}", f"{item['bytes']:,}")
         table.add_row(item["url"], item["teacher"], *counts, item["state"])
     print_unfolded(table)  # a URL is there to be copied
     raise typer.Exit(int(broken))
@@ -187,14 +189,15 @@ def ls(
 
 def describe(store: Store) -> dict[str, Any]:
     """Return one line of `ls`. An unreadable cache becomes one warning on stderr; the others are still listed."""
-    line: dict[str, Any] = {"url": store.url, "teacher": "", "top_k": None, "manifest": None, "rows": 0, "bytes": 0}
+    line: dict[str, Any] = {"url": store.url, "teacher": "", "top_k": None, "rows_kind": None}
+    line |= {"manifest": None, "rows": 0, "bytes": 0}
     try:
         ledger = Ledger(store)
         spec, manifest = ledger.spec(), ledger.newest_manifest()
     except (CorruptFile, MissingObject, UnsafeManifest, UnsupportedFormat) as error:
         note(f"{store.url}: {error} [{error.code}]")
         return line | {"state": "unreadable"}
-    line |= {"teacher": spec.teacher.name, "top_k": spec.top_k}
+    line |= {"teacher": spec.teacher.name, "top_k": spec.top_k, "rows_kind": spec.rows.model_dump(mode="json")}
     if manifest is None:
         return line | {"state": "not published"}
     line |= {"manifest": manifest.number, "rows": manifest.rows, "bytes": sum(f.size for f in manifest.files)}

@@ -194,11 +194,14 @@ def _sampled_kl(logprobs: Tensor, rows: TeacherRows) -> dict[str, float]:
 
 
 def _standard_error(sums: Mapping[str, float]) -> float | None:
-    """Return the standard error that the draws leave; None of a single drawn entry, which says nothing of the others."""
+    """Return the standard error that the draws leave.
+
+    None of a single drawn entry, which says nothing of the others, and of rows without one, as mean rows are.
+    """
     count = max(sums["singles"], 1.0)
     between = max(sums["single_squares"] - sums["single_q"] ** 2 / count, 0.0)
     freedom = sums["freedom"] + count - 1
-    if sums["single"] and not freedom:
+    if not freedom:
         return None
     pooled = (sums["squares"] + between) / max(freedom, 1.0)
     return math.sqrt(sums["variance"] + pooled * sums["single"]) / sums["rows"]

@@ -70,16 +70,17 @@ def thin(
 
     exact   least number of exact entries; a quarter of `entries` by default
     codec   None keeps each shard's own
-    Raises UsageError for a top-K or an unfinished cache, for numbers that are not below the cache's own, and where shards
-    of the cache were replaced that `optimize` merged in the new one; SpecMismatch where `out` is another cache.
+    Raises UsageError for a top-K or an unfinished cache, for numbers that are not below the cache's own, for a manifest
+    older than one that was thinned into `out`, and where shards of the cache were replaced that `optimize` merged in
+    the new one; SpecMismatch where `out` is another cache.
     Cost: about 50 microseconds a row, from 100 entries to 24.
     """
     spec = thinned_spec(cache, entries, exact)
     if codec is not None:
         get_codec(codec, spec.rows, spec.tokenizer.vocab_size)
     writer = create(out, spec, storage_options=storage_options)
-    copy_tokenizer(cache, writer)
     todo, added = _missing(cache, writer), 0
+    copy_tokenizer(cache, writer)
     for number, (shard_id, files, replaces) in enumerate(todo, 1):
         writer.codec = codec or (files[0].codec if files else writer.codec)
         added += writer.commit(
@@ -204,6 +205,8 @@ def _missing(cache: Cache, writer: CacheWriter) -> list[tuple[str, list[Manifest
     for old in merged.keys() & done:
         before[_last(old, merged)].add(old)
     missing = sorted(shards.keys() - done)
+    if done and (missing or done - shards.keys() - merged.keys()):
+        _refuse_older(cache, writer)
     live: set[str] = set()
     if any(before[shard] for shard in missing):
         commits, newest = writer.ledger.commits(), writer.ledger.newest_manifest()
@@ -220,6 +223,19 @@ def _missing(cache: Cache, writer: CacheWriter) -> list[tuple[str, list[Manifest
         for shard in missing
         if shards[shard] or before[shard] & live
     ]
+
+
+def _refuse_older(cache: Cache, writer: CacheWriter) -> None:
+    """Raise UsageError where the new cache has commits of a newer manifest: what that merged or left out would come back."""
+    asked = cache.manifest.number
+    newest = max(
+        (commit.provenance.get("thin", {}).get("manifest", 0) for commit in writer.ledger.commits()), default=0
+    )
+    if newest > asked:
+        raise UsageError(
+            f"{writer.url} was thinned from manifest {newest} of {cache.url}; manifest {asked}, which was asked for, is older, "
+            f"and nothing was written. Thin manifest {newest} or a newer one, or thin manifest {asked} into a new URL"
+        )
 
 
 def _last(shard_id: str, replaced: Mapping[str, str]) -> str:

@@ -270,6 +270,15 @@ def test_thin_prints_what_it_wrote_and_refuses_a_top_k_cache(cache, run, tmp_pat
     code, out, _ = run("thin", tmp_path / "sampled", tmp_path / "small", "--entries", "12")
     assert code == 0
     assert "rows of 12 entries" in out
+    code, out, _ = run("ls", tmp_path)
+    kinds = {line.split()[0].rsplit("/", 1)[1]: " sampled " in line for line in out.splitlines()[1:]}
+    assert (code, kinds) == (0, {"cache": False, "sampled": True, "small": True})
+    assert "  12 sampled  " in out
+    found = {
+        item["url"].rsplit("/", 1)[1]: item["rows_kind"]["kind"]
+        for item in json.loads(run("ls", tmp_path, "--json")[1])
+    }
+    assert found == {"cache": "top_k", "sampled": "sampled", "small": "sampled"}
     code, _, err = run("thin", cache, tmp_path / "other", "--entries", "4")
     assert code == 2
     assert "has top-8 rows" in err

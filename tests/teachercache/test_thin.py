@@ -182,6 +182,34 @@ def test_what_was_merged_again_and_again_is_taken_over(tmp_path: Path) -> None:
     assert (last.shards, len(found), verify(writer.store, writer.spec).problems) == (1, 9, [])
 
 
+@pytest.mark.parametrize("change", ["added", "merged", "taken out", "emptied"])
+def test_a_manifest_older_than_the_one_thinned_before_is_refused(tmp_path: Path, change: str) -> None:
+    """Its shards would repeat what the newer manifest merged, and bring back what that left out."""
+    old = make(tmp_path / "old")
+    writer = CacheWriter(old.store, old.spec)
+    if change == "added":
+        writer.commit("more", synthetic_records(old.spec, 3, seed=9, prefix="more"))
+        writer.publish()
+    else:
+        gone = {"merged": [], "taken out": ["doc1-00001"], "emptied": [f"doc1-{n:05d}" for n in range(3)]}[change]
+        optimize(writer, without=gone, target_bytes=1 if gone else 2**20)
+    newer = teachercache.open(tmp_path / "old")
+    assert newer.manifest.number == 2
+    thin(newer, tmp_path / "new", entries=12)
+    files = sorted((tmp_path / "new").rglob("*"))
+    with pytest.raises(
+        UsageError, match=r"new was thinned from manifest 2 of \S+old; manifest 1, .* is older.*a new URL"
+    ):
+        thin(old, tmp_path / "new", entries=12)
+    assert sorted((tmp_path / "new").rglob("*")) == files
+    again = thin(newer, tmp_path / "new", entries=12)
+    assert (again.shards, again.manifest.number) == (0, 1)
+    writer.commit("newest", synthetic_records(old.spec, 3, seed=10, prefix="newest"))
+    writer.publish()
+    last = thin(teachercache.open(tmp_path / "old"), tmp_path / "new", entries=12)
+    assert (last.shards, last.manifest.documents) == (1, again.manifest.documents + 3)
+
+
 def test_what_cannot_be_thinned_is_refused_with_the_reason(tmp_path: Path) -> None:
     old = make(tmp_path / "old")
     for options, reason in (

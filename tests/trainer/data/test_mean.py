@@ -22,6 +22,8 @@ from tests.trainer import tiny
 from tests.trainer.data.test_dataset import same
 from trainer.data import MixedCaches, PackedCache
 from trainer.data.mean import MeanCache, mean_rows
+from trainer.evaluate import evaluate
+from trainer.model import student
 
 SHARES = [0.75, 0.25]
 SMALL: dict[str, Any] = {"seq_len": 64, "block_sequences": 3, "blocks_per_flush": 2}
@@ -152,6 +154,17 @@ def test_the_loss_of_mean_rows_is_the_mean_of_the_teachers_divergences(twins: Tw
     errors = np.concatenate(differences)
     assert errors.std() > 0.05
     assert abs(errors.mean()) < 4 * errors.std() / len(errors) ** 0.5
+
+
+def test_evaluation_on_mean_rows_has_no_standard_error(teacher: Path, twins: Twins) -> None:
+    """Their entries all count as exact, so they do not say what the draws left open; the rows of one cache do."""
+    caches, _ = twins
+    model = student.load_student(teacher, dtype=torch.float32, device=torch.device("cpu"))
+    call: dict[str, Any] = {"vocab_size": 320, "attention_kind": "documents"}
+    mean = evaluate(model, packed(caches), **call)
+    assert mean["rows"] > 0
+    assert "heldout_kl_standard_error" not in mean
+    assert evaluate(model, PackedCache(caches[0], **SMALL), **call)["heldout_kl_standard_error"] > 0
 
 
 def test_ids_that_two_sources_share_are_documents_of_each(teacher: Path, twins: Twins, tmp_path: Path) -> None:
