@@ -34,7 +34,7 @@ types: setup
 
 test: lint types model
 	@$(PYTHON) scripts/setup.py --chromium
-	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak" --durations=25
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak" --durations=25
 
 unit: setup
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not (soak or engine or slow or gpu)" -n 2 --dist loadfile -x -q

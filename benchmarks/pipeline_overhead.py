@@ -5,7 +5,8 @@
 One engine (bf16, K = 100, float32 head) serves both sides over the same documents. The bare loop gets ready token ids
 and throws its public flat log-probabilities away; the pipeline reads jsonl, tokenises, keeps rows, encodes, uploads to a
 local S3 server and commits, through the shard function without Ray, two shards overlapping. The order of the two sides
-alternates. Prints and stores each pair and the median ratio: benchmarks/results/pipeline_overhead_<device>.json.
+alternates. Prints and stores the seconds of the engine's start, each pair and the median ratio:
+benchmarks/results/pipeline_overhead_<device>.json.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def main() -> None:
         }
         job = parse_job(tree)
         spec = build_spec(job, options.model)
+        began = time.perf_counter()
         teacher = VllmTeacher(job.teacher, str(options.model), RowsWanted.of(spec))
+        start_s = round(time.perf_counter() - began, 1)
         worker = ShardWorker(job, options.model, spec, start=lambda: teacher)
         tasks = [ShardTask(shard) for shard in make_plan(job, worker.encoder, spec.digest).plan.shards]
         windows = [w for task in tasks for w in ShardRun(task, job, worker.encoder, worker.loop).windows()]
@@ -82,7 +85,7 @@ def main() -> None:
             assert sum(receipt.tokens for receipt in receipts) == total
             return total / seconds
 
-        print(f"{len(windows)} documents, {total} tokens, {len(tasks)} shards; warming up", flush=True)
+        print(f"{len(windows)} documents, {total} tokens, {len(tasks)} shards; engine up after {start_s} s", flush=True)
         bare()
         pairs = []
         for i in range(options.pairs):
@@ -95,7 +98,7 @@ def main() -> None:
         worker.close()
     median = statistics.median(p["ratio"] for p in pairs)
     print(f"median ratio pipeline / bare LLM.generate: {median:.3f}")
-    report = {"median_ratio": median, "pairs": pairs, "tokens": total, "documents": len(windows)}
+    report = {"median_ratio": median, "pairs": pairs, "tokens": total, "documents": len(windows), "start_s": start_s}
     report |= {"provenance": teacher.provenance, "load_average": os.getloadavg(), **host()}
     device = "cpu" if teacher.provenance["device"] == "cpu" else "gpu"
     write(options.out or RESULTS / f"pipeline_overhead_{device}.json", report)

@@ -36,10 +36,9 @@ from pipeline.teachers.base import (
 from teachercache.errors import UsageError
 from teachercache.format.record import key_uniforms
 
-# what vLLM reads when it is imported, where the environment has no other value
 SPARE = 16  # more columns than K that the public path asks for where a head is padded beyond the tokenizer
 Read = Callable[[PendingInput, Any], Scored]  # from a finished request to rows
-ENVIRONMENT = {
+ENVIRONMENT = {  # what vLLM reads when it is imported, where the environment has no other value
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -57,14 +56,23 @@ def _columns_of_flat(flat: Any, first: int, width: int) -> tuple[np.ndarray, np.
     return ids.reshape(-1, width), logprobs.reshape(-1, width)
 
 
+ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine in this process. On a CPU vLLM would start two more, leave a core to the one that waits for the other, and
+bind the threads of all engines of a machine to the same cores."""
+
+
 class VllmTeacher(Teacher):
-    """vLLM's `LLM` in this process, tensor-parallel inside the node. Raises UsageError where it cannot load the model."""
+    """vLLM's `LLM`, tensor-parallel inside the node. Raises UsageError where it cannot load the model.
+
+    On GPUs its engine is a process, on a CPU it runs in this one.
+    """
 
     def __init__(self, config: TeacherConfig, model_path: str, wanted: RowsWanted) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         if config.threads:
             os.environ["OMP_NUM_THREADS"] = str(config.threads)
+        on_cpu = config.tensor_parallel == 1 and not _has_cuda()
+        for name, value in (ENVIRONMENT | (ON_CPU if on_cpu else {})).items():
+            os.environ.setdefault(name, value)
         import vllm
         from vllm import LLM, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError

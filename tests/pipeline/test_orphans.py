@@ -88,7 +88,8 @@ def test_the_front_end_and_strangers_are_left_alone(monkeypatch):
 
 
 @pytest.mark.soak
-def test_a_real_engine_ends_with_its_teacher(tmp_path):
+def test_a_real_engine_ends_with_its_teacher(tmp_path, monkeypatch):
     """vLLM's processes of a teacher that is killed; without the watch they live on for ever."""
     pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # as on GPUs; on a CPU the teacher runs its engine
     assert not survivors(ENGINE, str(MODEL.resolve()), tmp_path)

@@ -44,7 +44,16 @@ def continuations(teacher, prompt: np.ndarray) -> dict[str, list]:
 
 
 @pytest.fixture(scope="module")
-def scored():
+def engine_process():
+    """Run the engine in another process, as on GPUs; on a CPU it would run in this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def scored(engine_process):
     """Inputs, rows by the active path and the public one, reference columns, continuations of both, rows of the worker."""
     if not (MODEL / "model.safetensors").exists():
         pytest.skip(f"{MODEL} is not there; `make model` makes it")
